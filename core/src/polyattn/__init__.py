@@ -41,6 +41,7 @@ _WHERE = {
     "PolyattnError": "errors",
     "UnsupportedRequestError": "errors",
     "BackendUnavailableError": "errors",
+    "BusyError": "errors",
     "PluginError": "errors",
     "ConfigError": "errors",
     "GraphError": "errors",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from .dispatch.typed_calls import paged_attention as paged_attention
     from .dispatch.typed_calls import varlen_attention as varlen_attention
     from .errors import BackendUnavailableError as BackendUnavailableError
+    from .errors import BusyError as BusyError
     from .errors import ConfigError as ConfigError
     from .errors import GraphError as GraphError
     from .errors import InternalError as InternalError

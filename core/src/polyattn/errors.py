@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "BackendUnavailableError",
+    "BusyError",
     "ConfigError",
     "GraphError",
     "InternalError",
@@ -66,6 +67,18 @@ class OutOfPagesError(PolyattnError, RuntimeError):
     ) -> None:
         super().__init__(message)
         self.wanted, self.free, self.capacity, self.group = wanted, free, capacity, group
+
+
+class BusyError(PolyattnError, RuntimeError):
+    """An engine takes no request now: as many wait as may, or it is shutting down. Nothing was taken in.
+
+    Attributes:
+        passing: whether the same engine may take it later.
+    """
+
+    def __init__(self, message: str, passing: bool = True) -> None:
+        super().__init__(message)
+        self.passing = passing
 
 
 class GraphError(PolyattnError, RuntimeError):

@@ -29,6 +29,7 @@ class TestRecords(AttentionRecords):
         "fa3_fp8",
         "fa4",
         "flashinfer",
+        "flashinfer_block_sparse",
         "flashinfer_mla",
         "flashinfer_cudnn",
         "trtllm_mha",

@@ -15,6 +15,7 @@ import typer
 from .. import __version__
 from ..errors import (
     BackendUnavailableError,
+    BusyError,
     ConfigError,
     GraphError,
     InternalError,
@@ -38,6 +39,7 @@ EXIT_CODES: dict[type[PolyattnError], int] = {
     BackendUnavailableError: 4,
     PluginError: 4,
     OutOfPagesError: 1,
+    BusyError: 1,
     GraphError: 1,
     InternalError: 1,
     RankError: 1,

@@ -43,7 +43,10 @@ VIDEO = {
 OF_FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "KV cache": (SERVING, ("page_size", "kv_scales", "kv_layout", "kv_parts", "save_kv_cache", "chunked_prefix")),
     "block map": (("block_sparse",), ("block_map", "block_sizes", "block_starts", "block_shape")),
-    "recurrent state": (("linear",), ("state_dtype", "state_layout")),
+    "recurrent state": (
+        ("linear",),
+        ("state_dtype", "state_layout", "state_slots", "state_out", "raw_gates", "beta_range", "qk_norm"),
+    ),
 }
 """What only some families have -> those families, and the fields that are about it."""
 
@@ -137,6 +140,10 @@ def _check_family(given: Mapping[str, Any], family: str, how: str) -> None:
                 f"{', '.join(typed)}: family {family} has no {what} that this could be of: {how} --family "
                 f"{' or '.join(families)}"
             )
+    if given.get("block_starts") and not given.get("block_sizes"):
+        raise ConfigError(
+            "--block-starts says that packed blocks of keys lie anywhere: add --block-sizes, for blocks of any length"
+        )
     if "layout" in given and family != "dense":
         raise ConfigError(f"--layout is for family dense; of {family} it is {_layout(family)}: leave it out")
     method = given.get("method")

@@ -79,6 +79,8 @@ class Place:
         for name, kinds in (("tensors", Mapping), ("kept", (dict, type(None)))):
             if not isinstance(getattr(self, name), kinds):
                 raise self._wrong(name, "a dict of tensors by name" if name == "tensors" else "a dict, or None")
+        if not isinstance(self.branch, str):
+            raise self._wrong("branch", "a word such as 'cond', or '' where there is one branch")
         if self.role not in (None, "self", "cross"):
             raise self._wrong("role", "'self', 'cross' or None")
 

@@ -20,6 +20,7 @@ from .binding import asks_method, load, select_here
 from .call_key import NOTHING, SITES_KEPT, Added, Static, public, site_of
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
+from .compile.trace_placed import trace_placed
 from .dense import DenseSite, attention, dense_request
 
 __all__ = ["asked", "asked_traced", "at", "explain"]
@@ -52,7 +53,10 @@ def at(
         if node is not None:
             return node
     static = static if place is None else _with_role(static, place)
-    if not torch.compiler.is_dynamo_compiling():
+    ahead = None if place is None else getattr(place.run, "now", None)
+    if not torch.compiler.is_compiling():
+        if ahead is not None:  # compiled code made it, and gave it to a call that is not compiled
+            return at(tensors, static, backend, scope, ahead(place), added)
         site = site_of(DenseSite, static, backend, scope)
         if place is not None and asked(backend, site._scope, EPOCH.value):
             return site._find(*tensors, place, added)
@@ -60,6 +64,13 @@ def at(
     inside = overrides.current_scope() if scope is None else scope
     if place is not None and asked_traced(backend, inside, EPOCH.token):
         # What a method does depends on the place.
+        bound = Static(*static)
+        if (
+            (place.run is None or ahead is not None)
+            and place.kept is tensors[5] is None
+            and not (added or bound.return_lse)
+        ):
+            return trace_placed(tensors[:5], bound, backend, inside, place)
         from .compile.between_graphs import between_graphs
 
         return between_graphs(at, tensors, static, backend, inside, place, added)

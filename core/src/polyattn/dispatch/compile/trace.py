@@ -26,11 +26,12 @@ from ...contract.families import FAMILY_SPECS
 from ...contract.lengths import head_axis
 from ...contract.scalars import kinds
 from ...epoch import EPOCH
-from ...errors import InvalidInputError, PolyattnError
+from ...errors import InvalidInputError, PolyattnError, UnsupportedRequestError
 from ...selection import overrides
 from ...semantics.block_maps import block_shape_of, check_one_given, check_starts_given, lists_of
+from ...semantics.linear_gates import computed_gates
 from ...semantics.reference import unit_rows
-from ...semantics.validation import FLOATS, check_words
+from ...semantics.validation import FLOATS, LinearOptions, check_words
 from ..binding import Chosen, choose
 from ..call_key import NOTHING, Added, CallKey, Static, request_of, runner
 from ..device_facts import transform_around
@@ -39,7 +40,7 @@ from .errors import raising, refuse_derivatives
 from .facts import TensorFacts, added_facts, constants, fixed, fixed_int, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
-__all__ = ["Blocks", "trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen"]
+__all__ = ["MAKERS", "Blocks", "publish", "trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen", "traced"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Facts = tuple[Any, ...]
@@ -73,7 +74,8 @@ class _Call(NamedTuple):
     added: tuple[Any, Any] = (None, None)
 
 
-def _traced(family: str, call: _Facts, static: _Facts, backend: _Backend, scope: Any, *tensors: Any) -> Any:
+def traced(family: str, call: _Facts, static: _Facts, backend: _Backend, scope: Any, *tensors: Any) -> Any:
+    """Run a call by the plan that is made of its facts."""
     plan = getattr(_plans, _plan(family, call, static, backend, scope, EPOCH.token))
     return plan(*tensors)
 
@@ -137,7 +139,7 @@ def trace_dense(
     call = _facts(query, key, value, attn_mask, sinks, out, h, s, _relation(s_q, s_k), (fits,), added)
     scope = overrides.current_scope() if scope is None else scope
     more = (added.get("alibi"), added.get("q_segments"), added.get("k_segments"))
-    return _traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks, *more)
+    return traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks, *more)
 
 
 def trace_varlen(
@@ -158,7 +160,7 @@ def trace_varlen(
     how = "equal" if cu_q is cu_k else "one" if max_q == 1 else "more"
     call = _facts(query, key, value, attn_mask, sinks, out, 1, 0, how, (cu_q.dtype, cu_k.dtype), lens)
     tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k, lens.get("alibi"))
-    return _traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
+    return traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
 
 
 class Blocks(NamedTuple):
@@ -196,7 +198,7 @@ def trace_block_sparse(
     call = _facts(query, key, value, None, None, out, 1, 2, _relation(query.shape[2], key.shape[2]), given)
     counts, indices = (lists[0], lists[1]) if listed else (block_map, None)
     tensors = (query, key, value, out, counts, indices, blocks.valid, blocks.starts)
-    result = _traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
+    result = traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
     if not turned:
         return result
     return (result[0].transpose(1, 2), result[1].transpose(1, 2)) if static.return_lse else result.transpose(1, 2)
@@ -208,21 +210,27 @@ def trace_linear(
     value: Tensor,
     out: Tensor | None,
     given: dict[str, Any],
+    more: dict[str, Any],
     scale: float | None,
-    words: tuple[Any, Any, Any],
+    options: LinearOptions,
     backend: str | None,
 ) -> Any:
-    """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. words:
-    method, state_layout, qk_norm."""
+    """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. more: raw
+    gates, which are computed in the graph, and what steps of serving have, which are not compiled."""
     _check_ranks(query, key, value, 4)
+    if more["a_log"] is not None:
+        raw = (given["gate"], given["beta"], more["a_log"], more["dt_bias"])
+        gates = computed_gates(*raw, gate_bound=options.gate_bound, beta_range=options.beta_range)
+        given = {**given, **dict(zip(("gate", "beta"), gates, strict=True))}
     gate, beta, state, cu_seqlens = given["gate"], given["beta"], given["state"], given["cu_seqlens"]
     trains = gate.requires_grad or beta.requires_grad or (state is not None and state.requires_grad)
     how = "one" if cu_seqlens is None and query.shape[1] == 1 else "equal"
     lengths = "agree" if query.shape[1] == key.shape[1] else "differ"
-    said = (*words, torch.is_grad_enabled() and trains, lengths)
+    serves = more["state_slots"] is not None or more["parents"] is not None or options[3]
+    said = (*options[:3], torch.is_grad_enabled() and trains, lengths, serves)
     call = _facts(query, key, value, None, None, out, 2, 1, how, said, like=value)
     static, scope = constants(Static(scale=scale)), overrides.current_scope()
-    return _traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
+    return traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
 
 
 def _check_ranks(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
@@ -234,6 +242,10 @@ def _refuse_ranks(query: int, key: int, value: int, rank: int, around: str) -> s
     raise InvalidInputError(f"query, key and value have {query}, {key} and {value} dimensions; {rank} are needed")
 
 
+MAKERS: dict[str, Callable[..., str]] = {"ranks": _refuse_ranks}
+"""What makes a plan that is none of a family, by name."""
+
+
 @_constant
 def _plan(*name: Any) -> str:
     # It runs as ordinary Python, inside the transforms that dynamo is tracing through.
@@ -242,11 +254,11 @@ def _plan(*name: Any) -> str:
     known = name, kinds(name)
     if known not in _names:
         family, *said, _, _ = name
-        make: Callable[..., str] = _refuse_ranks if family == "ranks" else functools.partial(_made, family)
+        make = MAKERS.get(family) or functools.partial(_made, family)
         try:
             _names[known] = make(*said, around)
         except PolyattnError as error:
-            _names[known] = _publish(raising(error))
+            _names[known] = publish(raising(error))
     return _names[known]
 
 
@@ -263,9 +275,9 @@ def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope:
     if family == "dense":
         chosen = _exported(chosen)
         if _traceable(chosen):
-            return _publish(_inline(chosen, common.autocast))
+            return publish(_inline(chosen, common.autocast))
     refuse_derivatives(around)
-    return _publish(_opaque(chosen, common.autocast, _prepared(family, facts)))
+    return publish(_opaque(chosen, common.autocast, _prepared(family, facts)))
 
 
 def _check_heads(call: _Call) -> None:
@@ -318,8 +330,13 @@ def _block_sparse_fields(call: _Call) -> dict[str, Any]:
 
 
 def _linear_fields(call: _Call) -> dict[str, Any]:
-    method, state_layout, qk_norm, trains, lengths = call.given
+    method, state_layout, qk_norm, trains, lengths, serves = call.given
     check_words(method, state_layout, qk_norm)
+    if serves:
+        raise UnsupportedRequestError(
+            "linear_attention with state_slots, parents or every_state is not compiled: it is a step of serving. Call "
+            "it outside torch.compile, or give one state for each sequence"
+        )
     (h, h_k, h_v), (d, dk, _) = call.heads, call.dims
     lengths = "differ" if "differ" in (lengths, call.lengths) else "agree"
     if lengths == "differ" or h != h_k or d != dk or not h or h_v % h:
@@ -396,7 +413,8 @@ def _exported(chosen: Chosen) -> Chosen:
     return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, backward=None))
 
 
-def _publish(plan: Callable[..., Any]) -> str:
+def publish(plan: Callable[..., Any]) -> str:
+    """The name of a plan that dynamo will inline."""
     name = f"plan_{next(_numbers)}"
     setattr(_plans, name, plan)
     return name

@@ -11,7 +11,18 @@ from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Prov
 from polyattn.methods.video.options import SAGE_SLA, dense_by_rule
 from polyattn.methods.video.records import portable
 
-from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, TRAINABLE
+from .common import (
+    AMPERE_AND_LATER,
+    CAUSAL,
+    FLASH_ATTN_2,
+    FLASHINFER,
+    HALF,
+    HOPPER,
+    LENGTHS,
+    PORTABLE,
+    TRAINABLE,
+    TRITON,
+)
 from .cudnn import CUDNN
 
 SAGE_1 = Requirement("sageattention", ">=1,<2", module="sageattention.core", hint="pip install 'sageattention<2'")
@@ -206,6 +217,13 @@ SAGE_SLA_ATTN = BackendInfo(
                 ),
             ),
             requires=(SPARGE,),
+        ),
+        Provider(
+            "polyattn-triton",
+            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128), group=True, misaligned=True),),
+            "polyattn_triton.sage_sla:SageSLA",
+            (PORTABLE, TRITON),
+            INT8_FP8,
         ),
     ),
     summary="SLA with INT8 scores (SageSLA), inference only",
