@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -208,16 +208,6 @@ def backward(
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) if g is None else g.contiguous().clone()
         for g, t in zip(found, trained.values(), strict=False)
     ]
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Let autograd record in the body of an op, which runs below it."""
-    with contextlib.ExitStack() as stack:
-        for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
-        stack.enter_context(torch.enable_grad())
-        yield
 
 
 def _recompute(
