@@ -56,6 +56,7 @@ class Setting:
     declared: bool = False
     backend: str | None = None
     dims: tuple[int, int] = (D, 8)
+    kv: str = "ring"
 
     @property
     def ranks(self) -> int:
@@ -139,7 +140,7 @@ def close(found: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtyp
 
 def layer_of(setting: Setting, **options: Any) -> USPAttention:
     mesh = options.pop("mesh", None) or init_mesh(ring=setting.ring, ulysses=setting.ulysses)
-    given: dict[str, Any] = {"causal": setting.causal, "return_lse": True, "order": setting.order}
+    given: dict[str, Any] = {"causal": setting.causal, "return_lse": True, "order": setting.order, "kv": setting.kv}
     given |= {"backend": setting.backend, "timeout": 30.0, **options}
     return USPAttention(mesh, **given)
 
@@ -205,6 +206,18 @@ def _spread() -> dict[str, Setting]:
         several |= {"bfloat16": {"dtype": torch.bfloat16}, "declared": {"declared": True}}
         for words, changes in several.items():
             found[f"{name} {words}"] = dataclasses.replace(base, **changes)
+        if ring > 1:
+            for words, changes in several.items():
+                if words in (
+                    "plain",
+                    "causal",
+                    "zigzag",
+                    "causal segments",
+                    "text front causal",
+                    "text back",
+                    "heads 8:1",
+                ):
+                    found[f"{name} {words} gathered"] = dataclasses.replace(base, kv="gather", **changes)
         empty = (0, *base.lengths[1:]) if ring == 1 else (*base.lengths[:-1], 0)
         found[f"{name} empty"] = dataclasses.replace(base, lengths=empty)
         found[f"{name} empty causal text"] = dataclasses.replace(base, lengths=empty, causal=True, text="front")

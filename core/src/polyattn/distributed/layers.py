@@ -33,10 +33,11 @@ from .exchange import (
 from .op import LAYERS, attend
 from .plan import ORDERS, Plan
 from .ranks import ranks_of
-from .ring import Ring, gradients, ring_attention
+from .ring import OTHERS, Ring, gradients, ring_attention
 
 __all__ = ["RingAttention", "USPAttention", "UlyssesAttention"]
 
+_KV = ("ring", "gather")
 _TEXT_GRADS = ("whole", "share")
 _Pair = tuple[Tensor, Tensor | None]
 _Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -56,6 +57,9 @@ class USPAttention(nn.Module):
             takes neither window nor chunk; causal is True or False, and counts the text as it lies.
         order: how tokens lie on the ring: "consecutive", which a causal ring turns into zigzag by itself, or "zigzag":
             of 2 R pieces in order, ring rank r holds number r and then number 2 R - 1 - r.
+        kv: how keys and values get to the ranks of a ring: "ring", a block after the other, each while the one before
+            is computed; or "gather", all at once, for one call over them, which short blocks and few key heads like. It
+            takes memory for all of them.
         text_grad: "whole": each rank gets the whole gradient of the text, and gives that of its results, which are the
             same on all ranks. "share": each gets and gives a share, whose sum over the ranks is the whole, as layers
             need whose gradients are summed over the ranks.
@@ -82,12 +86,14 @@ class USPAttention(nn.Module):
         backend: str | None = None,
         chunk: int = 0,
         order: str = "consecutive",
+        kv: str = "ring",
         text_grad: str = "whole",
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
         self._ranks = ranks_of(mesh, self._kind)
         self._order = word("order", order, ORDERS)
+        self._gathered = word("kv", kv, _KV) == "gather"
         self._whole = word("text_grad", text_grad, _TEXT_GRADS) == "whole"
         if not scalars.number(timeout) or timeout <= 0:
             raise InvalidInputError(f"timeout={scalars.shown(timeout)} must be a number of seconds above 0")
@@ -233,7 +239,7 @@ class USPAttention(nn.Module):
 
     def _ring(self, plan: Plan, text_at: str, *, trained: bool) -> Ring:
         full, causal = self._parts[False, trained], self._parts[True, trained]
-        return Ring(plan, self._ranks.ring, full, causal, self._causal, text_at == "front")
+        return Ring(plan, self._ranks.ring, full, causal, self._causal, text_at == "front", self._gathered)
 
     # What the custom op of compiled code calls, without autograd.
 
@@ -298,7 +304,8 @@ class USPAttention(nn.Module):
         ring = self._ring(plan, call.text_at, trained=trained)
         tokens = plan.tokens(plan.computed[me])
         found = explained(ring.part(causal=self._causal), tokens, tokens)
-        for block in range(ring.ranks.size):
+        blocks = (OTHERS,) if self._gathered else range(ring.ranks.size)
+        for block in blocks if ring.ranks.size > 1 else ():
             for (start, stop), keys, causal in ring.visible(me, block) if block != me else ():
                 found += explained(ring.part(causal=causal), stop - start, keys)
         return found
@@ -308,6 +315,7 @@ class USPAttention(nn.Module):
         default = Static()._asdict()
         changed = {k: v for k, v in self._site.static._asdict().items() if v != default[k]}
         sizes = f"ring={self._ranks.ring.size}, ulysses={self._ranks.ulysses.size}, order={self._order!r}"
+        sizes += ", kv='gather'" if self._gathered else ""
         return ", ".join([sizes, *(f"{k}={v!r}" for k, v in changed.items())])
 
 
