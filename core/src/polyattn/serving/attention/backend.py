@@ -22,6 +22,7 @@ from ...semantics.validation import contents_readable
 from ...tuning import note_serving
 from ..kv_cache.pool import attention_layers
 from ..layer import AttentionLayer, StateLayer
+from ..recurrent import LinearChoice
 from ..step.batch import ForwardBatch, ForwardMode
 from .choosing import choose_layers
 from .layer_calls import Idle, Run, Split, Tokens
@@ -65,6 +66,7 @@ class AttentionBackend:
         verify: whose backend verifies drafts, "prefill" or "decode"; None = configuration, then "prefill".
         topk: of speculative decoding: 0 none, 1 a chain, more a tree.
         encoder_table: the pages of encoder tokens, for cross layers: a table of one group.
+        linear: who serves layers of linear attention, which the model hands to `RecurrentLayers`.
 
     Raises:
         UnsupportedRequestError, BackendUnavailableError: no backend serves a phase, or the phases' do not go together;
@@ -84,12 +86,13 @@ class AttentionBackend:
         verify: Verifier | None = None,
         topk: int = 0,
         encoder_table: RequestTable | None = None,
+        linear: LinearChoice | None = None,
     ) -> None:
         note_serving("AttentionBackend")
         layers = attention_layers(layers)
         self._tables = Tables(layers, pool, table, encoder_table, limits)
         self.layers = {layer.layer_id: layer for layer in layers}
-        self.pool, self.limits = pool, limits
+        self.pool, self.limits, self.linear = pool, limits, linear or LinearChoice()
         self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk)
         self._served = choose_layers(layers, pool, self._asked)
         self._workspaces = Workspaces(pool.device)
