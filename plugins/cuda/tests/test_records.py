@@ -48,6 +48,7 @@ class TestRecords(AttentionRecords):
         "video_sparse_attn",
         "vmoba_attn",
         "sla_attn",
+        "fastvideo",
         "sage_sla_attn",
         "sparse_video_gen_2_attn",
         "cutedsl",
