@@ -24,6 +24,7 @@ class TestRecords(AttentionRecords):
     plugin = "polyattn_cuda.plugin"
     names = (
         "fa",
+        "fa4_block_sparse",
         "fa2",
         "fa3",
         "fa3_fp8",
