@@ -156,6 +156,22 @@ def scaling(session: nox.Session) -> None:
     shared(session, "benchmarks/scaling.py", "--small", *session.posargs)
 
 
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def hosts(session: nox.Session) -> None:
+    """Run a host's own attention tests with polyattn among its backends: `-- PATH` of a checkout of diffusers."""
+    if not session.posargs:
+        session.error("name a checkout of diffusers: nox -s hosts -- PATH [arguments of pytest]")
+    checkout, *more = session.posargs
+    tests = Path(checkout).resolve() / "tests" / "models" / "transformers"
+    if not tests.is_dir():
+        session.error(f"{checkout} has no folder tests/models/transformers; name a checkout of diffusers")
+    given = [place for place in (_env.get("PYTHONPATH"),) if place]
+    places = os.pathsep.join([*given, str(ROOT / "tests" / "hosts"), str(tests.parents[2])])
+    words = ("-p", "diffusers_backends", "-p", "no:benchmark", "-k", "polyattn", *(more or [str(tests)]))
+    with session.chdir(tests.parents[2]):
+        shared(session, "-m", "pytest", *words, env={"PYTHONPATH": places})
+
+
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""

@@ -158,6 +158,7 @@ FOR_FAMILIES: Mapping[str, str] = {
     **dict.fromkeys(("chunk_as_batch", "segments_as_sequences", "segments_as_mask"), "dense"),
     "expand_block_map": "block_sparse",
     "write_new_rows": "paged",
+    **dict.fromkeys(("state_layout", "compute_gates", "gather_states", "draft_by_draft"), "linear"),
     **dict.fromkeys(
         (
             "finer_pages",
@@ -171,7 +172,7 @@ FOR_FAMILIES: Mapping[str, str] = {
     ),
 }
 """Rewrite -> the families whose calls it serves, in words."""
-TRAINED = ("dense", "varlen", "block_sparse", "all")
+TRAINED = ("dense", "varlen", "block_sparse", "linear", "all")
 """Families whose calls have gradients."""
 
 

@@ -13,7 +13,7 @@ import torch
 
 import polyattn
 from polyattn import AttentionRequest, ConfigError
-from polyattn.cli.explain import _assumed, here
+from polyattn.cli.explain import assumed, here
 from polyattn.cli.questions import ask
 from polyattn.cli.reasons import reasons_table
 from polyattn.cli.video_map import METHODS
@@ -237,7 +237,7 @@ def test_this_machine(
     monkeypatch.setattr("polyattn.cli.explain.detect", lambda name: reports.get(name, absent))
     found = here()
     assert {name: found[name] for name in fields} == fields
-    assert _assumed(found) == words
+    assert assumed(found) == words
 
 
 REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -24,7 +24,10 @@ def test_every_lowering_relieves_of_fields_that_exist() -> None:
 
 def test_no_rewrite_changes_a_field_that_is_said_to_be_kept() -> None:
     values: dict[str, tuple[Any, ...]] = {
-        "family": ("dense", "varlen", "paged", "mla", "block_sparse"),
+        "family": ("dense", "varlen", "paged", "mla", "block_sparse", "linear"),
+        "state_layout": ("", "KV", "VK"),
+        "raw_gates": ("", "", "softplus"),
+        "state_out": ("", "", "every"),
         "phase": ("prefill", "extend", "decode", "verify"),
         "dtype": ("float32", "bfloat16"),
         "head_dim": (40, 128, 576),
@@ -54,6 +57,8 @@ def test_no_rewrite_changes_a_field_that_is_said_to_be_kept() -> None:
         "misaligned",
         "large",
         "zero_size",
+        "state_slots",
+        "qk_norm",
         "block_map",
         "block_sizes",
         "tree",

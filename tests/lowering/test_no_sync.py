@@ -54,8 +54,11 @@ SAMPLES: dict[str, tuple[dict[str, Any], Any]] = {
     "chunk_as_batch": ({"chunk": 4, "causal": "bottom_right"}, ((8, 8),) * 2),
     "segments_as_mask": ({"segments": "pair"}, SQUARE),
     "chunked_prefix_by_lse": ({**PAGED, "layout": "THD", "chunked_prefix": True}, ((3, 80), (1, 50))),
+    "state_layout": ({"family": "linear", "method": "gdn", "state_layout": "VK"}, SQUARE),
+    "compute_gates": ({"family": "linear", "method": "kda", "raw_gates": "bounded", "qk_norm": True}, SQUARE),
 }
-"""A request that each lowering rewrites, and its lengths. `kv_parts_by_lse` calls kernels and merges, no more."""
+"""A request that each lowering rewrites, and its lengths. `kv_parts_by_lse` calls kernels and merges, no more; the kit
+makes neither pools of states nor drafts, of which a test below is."""
 
 
 class Allocates:
@@ -72,6 +75,9 @@ class Allocates:
             return (out, lse) if request.lse or request.grad else out
 
         def forward(query: Tensor, *rest: Tensor, out: Tensor | None = None, **given: Any) -> Any:
+            if request.family == "linear":
+                self.calls += 1
+                return torch.zeros_like(rest[1]), torch.zeros_like(given["state"])
             found = result(query)
             if out is None:
                 return found
@@ -140,7 +146,28 @@ def test_backward(name: str) -> None:
 def test_every_lowering_is_tried() -> None:
     # These read what they are given: how many tokens a segment has. They refuse to be recorded.
     reading = {"segments_as_sequences"}
-    assert {*SAMPLES, "kv_parts_by_lse", *reading} == set(LOWERINGS)
+    assert {*SAMPLES, "kv_parts_by_lse", "gather_states", "draft_by_draft", *reading} == set(LOWERINGS)
+
+
+@pytest.mark.parametrize("name", ["gather_states", "draft_by_draft"])
+def test_slots_and_parents_are_not_read_on_the_host(name: str) -> None:
+    drafts = name == "draft_by_draft"
+    asked = {"state_out": "every", "tree": True, "phase": "verify"} if drafts else {"state_slots": True}
+    request = dense(family="linear", method="gdn", state_layout="KV", dtype="float32", **asked).normalised()
+    kernel = Allocates()
+    functions = bound(name, request, kernel)
+    with FakeTensorMode():
+        shape, D = (2, 5, request.heads), request.head_dim
+        rows = [torch.empty(2, 5, request.kv_heads, D) for _ in range(2)] + [torch.empty(*shape, D)]
+        given = {"gate": torch.empty(shape), "beta": torch.empty(shape), "state": torch.empty(4, shape[2], D, D)}
+        if drafts:
+            given |= {"state": given["state"][:2], "parents": torch.empty(2, 5, dtype=torch.int64)}
+        else:
+            given["state_slots"] = torch.empty(2, dtype=torch.int32)
+        out, state = functions.forward(*rows, **given)
+        assert out.shape == (*shape, D)
+        assert state.shape == ((2, 5, shape[2], D, D) if drafts else (4, shape[2], D, D))
+    assert kernel.calls > 0
 
 
 def test_a_lowering_that_reads_contents_would_be_seen() -> None:

@@ -232,6 +232,23 @@ def _flex_serving_rows(platform: str) -> tuple[Row, ...]:
     )
 
 
+def _linear_row(platform: str) -> Row:
+    """The gated delta rules in chunks, by products of matrices: every length and width."""
+    return row(
+        family="linear",
+        method=("gdn", "kda"),
+        dtype=("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
+        **{name: SHAPES[name] for name in ("head_dim", "v_head_dim", "group", "scale", "misaligned")},
+        phase=("prefill", "decode"),
+        s_relation=("equal", "one"),
+        state_layout=("", "KV"),
+        grad=QKV,
+        deterministic=platform == "cpu",
+        zero_size=True,
+        note="chunks of 64 tokens, or 16 with a decay for each channel",
+    )
+
+
 VARLEN_ATTN = (
     Requirement("torch", ">=2.12", hint="install torch 2.12 or newer: its varlen_attn is the first with a page table"),
 )
@@ -321,9 +338,11 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
             method=("gdn", "kda"),
             dtype=("float64", *FLOAT),
             **{name: SHAPES[name] for name in ("head_dim", "v_head_dim", "group", "scale", "misaligned")},
-            phase=("prefill", "decode"),
+            phase=("prefill", "decode", "verify"),
             s_relation=("equal", "one"),
             state_layout=("KV", "VK"),
+            state_out=("", "every"),
+            tree=True,
             grad=QKV,
             deterministic=True,
             batch_invariant=True,
@@ -429,6 +448,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
                 defects=defects.CUDA if platform == "cuda" else (),
             ),
             *_varlen_attn(platform),
+            Provider("torch-linear", (_linear_row(platform),), "polyattn.backends.torch_linear:TorchLinear", TORCH),
             Provider(
                 "torch-serving",
                 _gathered_rows(platform, batch_invariant=platform == "cpu"),
@@ -436,7 +456,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
                 TORCH,
             ),
         ),
-        summary="SDPA sequence by sequence; serving on gathered KV",
+        summary="SDPA sequence by sequence; serving on gathered KV; linear attention in chunks",
         priority=30,
         auto=_native_rule(platform),
         evidence="vendor code",

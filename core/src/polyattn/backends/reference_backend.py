@@ -37,8 +37,11 @@ class Reference:
         elif request.family == "varlen":
             call = functools.partial(reference.varlen_attention, **trained, **options)
         elif request.family == "linear":
-            layout = request.state_layout or "KV"
-            return Bound(functools.partial(gated_delta_rule, scale=request.scale, state_layout=layout))
+            form: dict[str, Any] = {
+                "state_layout": request.state_layout or "KV",
+                "every_state": request.state_out == "every",
+            }
+            return Bound(functools.partial(gated_delta_rule, scale=request.scale, **form))
         elif request.family == "paged":
             call = functools.partial(
                 _cached,

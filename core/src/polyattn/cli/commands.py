@@ -63,6 +63,11 @@ COMMANDS = {
         "generate",
         "Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.",
     ),
+    "serve": _Where(
+        "serve",
+        "serve",
+        "Serve a causal LM over OpenAI's protocol: continuous batching over a paged KV cache, one backend per phase.",
+    ),
     "bench": _Where(
         "bench",
         "bench",

@@ -25,7 +25,7 @@ from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing
 from .request_flags import REQUEST, request_flags
 
-__all__ = ["explain", "here"]
+__all__ = ["assumed", "checked", "explain", "here"]
 
 MACHINE = "Which machine"
 
@@ -40,7 +40,7 @@ def here() -> dict[str, Any]:
     return {"platform": name, "arch": arch, "toolkit": report.toolkit, "features": report.features}
 
 
-def _assumed(fields: dict[str, Any]) -> str:
+def assumed(fields: dict[str, Any]) -> str:
     """Describe this machine in the words of --assume-platform."""
     if fields["platform"] == "cpu":
         return ":".join(("cpu", *(["+".join(fields["features"])] if fields["features"] else [])))
@@ -58,7 +58,7 @@ def _either(name: str, given: Mapping[str, Any]) -> bool | None:
     return yes if yes or no else None
 
 
-def _checked(words: str) -> str:
+def checked(words: str) -> str:
     """Return the words of --assume-platform, once they are known to mean a machine."""
     try:
         parse_platform(words, get_manager().platforms)
@@ -168,7 +168,7 @@ def explain(
     else:
         selection = what_if(
             ask(question),
-            platform=_assumed(here()) if assume_platform is None else _checked(assume_platform),
+            platform=assumed(here()) if assume_platform is None else checked(assume_platform),
             installed=[name.strip() for name in (assume_installed or "").split(",") if name.strip()],
             backend=backend,
             prefill_backend=pair["prefill"],

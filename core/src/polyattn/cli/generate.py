@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
 from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
+from .causal_lm import load_model, load_tokenizer, runner_of, speculative_of, stop_tokens_of
 from .options import Device, Json, settings_of, with_options
 from .rendering import facts, panel, progress, screen, show_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..serving.engine import Engine, Output, Speculative
+    from ..serving.engine import Engine, Output
 
 __all__ = ["generate"]
 
@@ -123,18 +124,18 @@ def generate(
     from ..serving.kv_cache.pool import KVCacheConfig
 
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)  # checked before anything is loaded
-    model, tokenizer = _model(model_path, device), _tokenizer(model_path)
-    params = dataclasses.replace(params, stop_token_ids=_stop_tokens(model))
+    model, tokenizer = load_model(model_path, device), load_tokenizer(model_path)
+    params = dataclasses.replace(params, stop_token_ids=stop_tokens_of(model))
     ids = [tokenizer(text)["input_ids"] for text in prompts]
     longest = max(map(len, ids)) + max_new_tokens
     needed = longest + (0 if draft is None else 3 if levels[0] is None else levels[0])
     engine = Engine(
-        _runner(model, needed),
+        runner_of(model, needed),
         EngineConfig(
             cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
-            speculative=None if draft is None else _speculative(_model(draft, device), needed, *levels),
+            speculative=None if draft is None else speculative_of(load_model(draft, device), needed, *levels),
             graphs=not given["disable_cuda_graph"],
         ),
     )
@@ -167,66 +168,6 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if not prompts:
         raise ConfigError("there is no prompt: give --prompt TEXT, or --prompt-file FILE with one per line")
     return prompts
-
-
-def _load(kind: str, path: Path, **options: Any) -> Any:
-    """Load a part of a checkpoint from a folder; nothing is downloaded."""
-    from ..integrations.transformers.registry import interfaces
-
-    interfaces()  # says what to install where transformers is not here
-    import transformers
-
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; give one that save_pretrained wrote, with config.json in it")
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        return getattr(transformers, kind).from_pretrained(path, local_files_only=True, **options)
-    except Exception as exc:  # every format of weights has errors of its own
-        reason = str(exc).strip() or type(exc).__name__
-        raise ConfigError(f"{path} cannot be loaded as {kind}: {reason}; save it again with save_pretrained") from exc
-
-
-def _tokenizer(path: Path) -> Any:
-    return _load("AutoTokenizer", path)
-
-
-def _model(path: Path, device: str) -> Any:
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, loaded = _load("AutoModelForCausalLM", path, dtype="auto", output_loading_info=True)
-    if missing := sorted(loaded["missing_keys"]):
-        raise ConfigError(
-            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them, which would be random "
-            f"numbers; save it again with save_pretrained"
-        )
-    model.eval()
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as exc:  # what torch raises for a device that it does not know or have
-        near = did_you_mean(device, ("cpu", "cuda"))
-        reason = str(exc).splitlines()[0].rstrip(".")
-        raise ConfigError(f"--device {device!r}: {reason}.{near} Name a device that is here, such as cpu") from exc
-
-
-def _runner(model: Any, needed: int) -> Any:
-    """Make a runner for the positions that are needed. A model whose keys change at some length is served below it."""
-    from ..integrations.transformers.serving import CausalLMRunner
-
-    known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0
-    return CausalLMRunner(model, max_positions=needed if 0 < needed < known else None)
-
-
-def _speculative(model: Any, needed: int, steps: int | None, topk: int | None, nodes: int | None) -> Speculative:
-    from ..serving.engine import Speculative
-
-    return Speculative(_runner(model, needed), 3 if steps is None else steps, 1 if topk is None else topk, nodes or 0)
-
-
-def _stop_tokens(model: Any) -> tuple[int, ...]:
-    ends = model.generation_config.eos_token_id
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def _run(engine: Engine, tell: Any) -> Iterable[Output]:

@@ -95,8 +95,8 @@ class Option:
         )
 
 
-_ENGINE = frozenset({"generate"})
-_SETTINGS = frozenset({"generate", "config check"})
+_ENGINE = frozenset({"generate", "serve"})
+_SETTINGS = _ENGINE | {"config check"}
 _CHOICE = _SETTINGS | {"explain"}
 _VARIABLES = frozenset({"trace"})
 """A command that runs another program tells it settings by their variables: it takes the flags that have one."""

@@ -43,7 +43,10 @@ VIDEO = {
 OF_FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "KV cache": (SERVING, ("page_size", "kv_scales", "kv_layout", "kv_parts", "save_kv_cache", "chunked_prefix")),
     "block map": (("block_sparse",), ("block_map", "block_sizes", "block_starts", "block_shape")),
-    "recurrent state": (("linear",), ("state_dtype", "state_layout")),
+    "recurrent state": (
+        ("linear",),
+        ("state_dtype", "state_layout", "state_slots", "state_out", "raw_gates", "beta_range", "qk_norm"),
+    ),
 }
 """What only some families have -> those families, and the fields that are about it."""
 

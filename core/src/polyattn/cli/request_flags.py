@@ -164,6 +164,15 @@ SPELLINGS: Mapping[str, Spelling] = {
     "state_layout": Spelling(
         help="The layout of the recurrent state: KV or VK.", usual="KV for linear", panel=BLOCKS, example="VK"
     ),
+    "state_slots": Spelling(panel=BLOCKS),
+    "state_out": Spelling(
+        help="The states that come back: every = after each draft token.", usual="the last", panel=BLOCKS
+    ),
+    "raw_gates": Spelling(
+        help="Gates are computed in the call: softplus or bounded.", usual="they are given", panel=BLOCKS
+    ),
+    "beta_range": Spelling(usual="1", panel=BLOCKS, example="2", least=1),
+    "qk_norm": Spelling(panel=BLOCKS),
     **dict.fromkeys(("zero_size", "large", "misaligned", "transform"), Spelling(panel=TENSORS)),
 }
 

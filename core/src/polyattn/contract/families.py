@@ -208,6 +208,11 @@ _SPECS = (
         extent=_by_row,
         forward="LinearForward",
         second="state",
+        beside=(
+            *(Argument(name, "optional", given_when="raw_gates") for name in ("a_log", "dt_bias", "gate_bound")),
+            *(Argument("state_slots", "optional", given_when="state_slots"),),
+            *(Argument("parents", "optional", given_when="tree"),),
+        ),
         call="linear_attention",
     ),
 )

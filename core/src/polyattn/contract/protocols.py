@@ -346,6 +346,11 @@ class LinearForward(Protocol):
         beta: Tensor,
         state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        a_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        gate_bound: float | None = None,
+        state_slots: Tensor | None = None,
+        parents: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """
@@ -354,9 +359,15 @@ class LinearForward(Protocol):
             gate: log decay, [B, T, H_v] (GDN) or [B, T, H_v, D] (KDA); beta: [B, T, H_v].
             state: fp32 [N, H_v, D, D_v] for state_layout KV, [N, H_v, D_v, D] for VK; None = zeros.
             cu_seqlens: int32 [N+1] with B = 1; out: [B, T, H_v, D_v].
+            a_log, dt_bias, gate_bound: given only if request.raw_gates: gate and beta are what S10 computes gates of.
+                [H_v]; [H_v], for KDA [H_v, D], or None; a number below 0 with "bounded".
+            state_slots: integers [N], given only if request.state_slots: the state of sequence n is
+                state[state_slots[n]], which is updated in place. -1: it has none, and its outputs are 0.
+            parents: integers [B, T], given only if request.tree: the draft token that each follows, -1 = the state.
 
         Returns:
-            (out, final state).
+            (out, the state after the last token), with request.state_slots the pool. With request.state_out "every" the
+            states after each token [B, T, H_v, D, D_v] in the layout, and neither state nor pool is written.
         """
         ...
 

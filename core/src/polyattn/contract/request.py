@@ -141,6 +141,11 @@ class AttentionRequest:
     block_shape: tuple[int, int] = option((0, 0), doc="S8: tokens of a block, (block_q, block_k); (0, 0): no map")
     state_dtype: str = option("", off=lambda r: r.state_dtype in ("", "float32"), doc="S10: linear state dtype")
     state_layout: str = option("", doc="S10: KV or VK")
+    state_slots: bool = option(False, doc="S10: states are in slots of a pool, which the call updates in place")
+    state_out: str = option("", doc="S10: which states come back: every = after each draft token; empty = the last")
+    raw_gates: str = option("", doc="S10: gates are computed in the call: softplus or bounded; empty = they are given")
+    beta_range: int = option(1, doc="S10: betas computed from raw gates are from 0 to this, 1 or 2")
+    qk_norm: bool = option(False, doc="S10: rows of queries and keys are divided by their lengths first")
 
     zero_size: bool = option(False, doc="a tensor has no elements")
     large: bool = option(False, doc="a tensor has 2**31 elements or more")

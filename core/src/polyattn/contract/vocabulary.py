@@ -29,6 +29,8 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "kv_scales": ("", "tensor", "head", "token", "block16", "block128"),
     "state_dtype": ("", *DTYPES),
     "state_layout": ("", "KV", "VK"),
+    "state_out": ("", "every"),
+    "raw_gates": ("", "softplus", "bounded"),
     "transform": ("", "subclass", "functionalize", "vmap", "grad", "gradgrad", "jvp"),
 }
 """Of `grad`, a tuple, the words are its members."""

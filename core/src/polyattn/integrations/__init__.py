@@ -12,10 +12,11 @@ from .common.hosts import OLDEST, outdated
 
 __all__ = ["HOSTS", "OLDEST", "outdated"]
 
-HOSTS = ("transformers", "diffusers")
+HOSTS = ("diffusers", "torch", "transformers")
 
 if TYPE_CHECKING:
     from . import diffusers as diffusers
+    from . import torch as torch
     from . import transformers as transformers
 
 

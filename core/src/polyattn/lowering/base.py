@@ -17,7 +17,7 @@ CALL = 4.0
 
 KEPT = (
     *("platform", "arch", "toolkit", "features", "dtype", "softcap", "dropout", "deterministic", "cross"),
-    *("batch_invariant", "multimodal", "kv_layout", "large", "method", "state_dtype", "state_layout", "transform"),
+    *("batch_invariant", "multimodal", "kv_layout", "large", "method", "state_dtype", "transform"),
     "place",
 )
 """Fields of a request that no rewrite changes: who refuses one of them is passed over without a search."""

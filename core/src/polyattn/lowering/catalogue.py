@@ -36,6 +36,10 @@ LOWERINGS = (
     "tree_by_lse",
     "chunked_prefix_by_lse",
     "kv_parts_by_lse",
+    "state_layout",
+    "compute_gates",
+    "gather_states",
+    "draft_by_draft",
 )
 """Each is the name of a module of this package, with one `Lowering` of that name."""
 

@@ -24,9 +24,9 @@ from ...registry.manager import PluginManager, get_manager
 from ...selection.aliases import whole
 from ...selection.select import Selection
 from ...semantics import validation
-from ...semantics.autograd import attention_backward, refuse_second
+from ...semantics.autograd import attention_backward, recording, refuse_second
 from ...semantics.block_maps import check_block_map
-from ...semantics.validation import check_linear
+from ...semantics.validation import LinearOptions, check_linear
 from ..trace_requests import observed
 
 __all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "recording", "refuse_second"]
@@ -144,7 +144,7 @@ def _check(request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor, given: di
     elif request.family == "block_sparse":
         check_block_map(q, k, request.block_shape, **given)
     elif request.family == "linear":
-        check_linear(q, k, v, **given, method=request.method, state_layout=request.state_layout)
+        check_linear(q, k, v, **given, options=LinearOptions(request.method, request.state_layout or "KV"))
 
 
 def _range(plan: str) -> torch.profiler.record_function:

@@ -26,11 +26,12 @@ from ...contract.families import FAMILY_SPECS
 from ...contract.lengths import head_axis
 from ...contract.scalars import kinds
 from ...epoch import EPOCH
-from ...errors import InvalidInputError, PolyattnError
+from ...errors import InvalidInputError, PolyattnError, UnsupportedRequestError
 from ...selection import overrides
 from ...semantics.block_maps import block_shape_of, check_one_given, check_starts_given, lists_of
+from ...semantics.linear_gates import computed_gates
 from ...semantics.reference import unit_rows
-from ...semantics.validation import FLOATS, check_words
+from ...semantics.validation import FLOATS, LinearOptions, check_words
 from ..binding import Chosen, choose
 from ..call_key import NOTHING, Added, CallKey, Static, request_of, runner
 from ..device_facts import transform_around
@@ -209,18 +210,24 @@ def trace_linear(
     value: Tensor,
     out: Tensor | None,
     given: dict[str, Any],
+    more: dict[str, Any],
     scale: float | None,
-    words: tuple[Any, Any, Any],
+    options: LinearOptions,
     backend: str | None,
 ) -> Any:
-    """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. words:
-    method, state_layout, qk_norm."""
+    """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. more: raw
+    gates, which are computed in the graph, and what steps of serving have, which are not compiled."""
     _check_ranks(query, key, value, 4)
+    if more["a_log"] is not None:
+        raw = (given["gate"], given["beta"], more["a_log"], more["dt_bias"])
+        gates = computed_gates(*raw, gate_bound=options.gate_bound, beta_range=options.beta_range)
+        given = {**given, **dict(zip(("gate", "beta"), gates, strict=True))}
     gate, beta, state, cu_seqlens = given["gate"], given["beta"], given["state"], given["cu_seqlens"]
     trains = gate.requires_grad or beta.requires_grad or (state is not None and state.requires_grad)
     how = "one" if cu_seqlens is None and query.shape[1] == 1 else "equal"
     lengths = "agree" if query.shape[1] == key.shape[1] else "differ"
-    said = (*words, torch.is_grad_enabled() and trains, lengths)
+    serves = more["state_slots"] is not None or more["parents"] is not None or options[3]
+    said = (*options[:3], torch.is_grad_enabled() and trains, lengths, serves)
     call = _facts(query, key, value, None, None, out, 2, 1, how, said, like=value)
     static, scope = constants(Static(scale=scale)), overrides.current_scope()
     return traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
@@ -323,8 +330,13 @@ def _block_sparse_fields(call: _Call) -> dict[str, Any]:
 
 
 def _linear_fields(call: _Call) -> dict[str, Any]:
-    method, state_layout, qk_norm, trains, lengths = call.given
+    method, state_layout, qk_norm, trains, lengths, serves = call.given
     check_words(method, state_layout, qk_norm)
+    if serves:
+        raise UnsupportedRequestError(
+            "linear_attention with state_slots, parents or every_state is not compiled: it is a step of serving. Call "
+            "it outside torch.compile, or give one state for each sequence"
+        )
     (h, h_k, h_v), (d, dk, _) = call.heads, call.dims
     lengths = "differ" if "differ" in (lengths, call.lengths) else "agree"
     if lengths == "differ" or h != h_k or d != dk or not h or h_v % h:

@@ -98,8 +98,7 @@ def make_attend(pinned: str | None) -> Callable[..., Any]:
         _check_heads(query.shape[2], key.shape[2], enable_gqa)
         if attn_mask is not None:
             attn_mask = _fitted(attn_mask, query.shape[0], query.shape[1], key.shape[1])
-        found = _call(query, key, value, attn_mask, dropout_p, is_causal, scale, return_lse, "BSHD", pinned)
-        return (found[0], found[1].transpose(1, 2)) if return_lse else found
+        return _call(query, key, value, attn_mask, dropout_p, is_causal, scale, return_lse, "BSHD", pinned)
 
     return polyattn_attention
 

@@ -19,7 +19,7 @@ from ..common.names import backend_words
 from .families import FAMILIES, family_of
 from .places import Denoising, Part
 from .processors import attention_modules, calls_sdpa, direct
-from .registry import NAME, dispatch, install, installed, set_on
+from .registry import NAME, dispatch, install, installed, reset_on, set_on
 from .rules import KINDS, ROLES, Rule, Rules, read_rules
 
 __all__ = ["Component", "Prepared", "Wanted", "check_names", "prepare", "prepared", "read_wanted"]
@@ -225,7 +225,7 @@ def prepare(pipe: Any, components: Overrides = None, config: Options = None) -> 
             if part is not None:
                 parts.append(part)
                 undo.callback(part.end)
-        denoising = Denoising(getattr(pipe, "scheduler", None), parts)
+        denoising = Denoising(pipe, parts)
         undo.callback(denoising.end)
         for part in parts:
             part.denoising = denoising
@@ -271,7 +271,7 @@ def _component(name: str, model: Any, rules: Rules | None, undo: contextlib.Exit
         return Component(name, kind, False, why), None
     if rules is not None and rules.default is not None and not _ours(rules.default, backend_words()):
         set_on(model, rules.default)
-        undo.callback(_reset, model)
+        undo.callback(reset_on, model)
         return Component(name, kind, False, f"diffusers' own backend {rules.default!r}, as asked"), None
     rules, family = rules or Rules(), family_of(model)
     methods = [backend for backend in rules.backends() if names_method(backend, catalogue())]
@@ -286,7 +286,7 @@ def _component(name: str, model: Any, rules: Rules | None, undo: contextlib.Exit
             part.end()
             raise _no_layer(name, kind, rule, part.blocks)
     set_on(model, NAME)
-    undo.callback(_reset, model)
+    undo.callback(reset_on, model)
     missed = len(layers) - len(reached)
     aside = f"; {missed} more compute attention in their own code" if missed else ""
     return Component(name, kind, True, f"{len(reached)} attention layers on polyattn{aside}"), part
@@ -298,13 +298,6 @@ def _no_layer(name: str, kind: str, rule: Rule, blocks: int) -> ConfigError:
     return ConfigError(
         f"the rule of {name} for {rule} reaches no layer: {kind} has {blocks} blocks, numbered 0 to {blocks - 1}"
     )
-
-
-def _reset(model: Any) -> None:
-    from .registry import active_kept
-
-    with active_kept():
-        model.reset_attention_backend()
 
 
 def _of_transformers(model: Any) -> bool:

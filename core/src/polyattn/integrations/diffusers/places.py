@@ -30,6 +30,8 @@ from .rules import ROLES, Rules
 __all__ = ["HERE", "Denoising", "Part", "Told", "placed"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
+_METHODS = "set_timesteps", "step"
+"""Of a scheduler."""
 
 
 class _Here(threading.local):
@@ -71,19 +73,34 @@ class Denoising:
     """One pipeline's denoising, from `set_timesteps` to the last `step` of its scheduler.
 
     Args:
-        scheduler: of the pipeline; its two methods are wrapped until `end`.
+        pipe: whose `scheduler` it is; the two methods of that one are wrapped until `end`, and a scheduler that is put
+            in its place is followed.
 
     Attributes:
         step: number of the step that runs, None before the first `set_timesteps`. steps: how many there are.
     """
 
-    def __init__(self, scheduler: Any, parts: Iterable[Part]) -> None:
+    def __init__(self, pipe: Any, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
         self.step: int | None = None
         self.steps: int | None = None
+        self._pipe = weakref.ref(pipe)
+        self._scheduler: Any = None
+        self.follow()
+
+    def follow(self) -> None:
+        """Look whether the pipeline has another scheduler by now, which then begins a run here."""
+        pipe = self._pipe()
+        scheduler = None if pipe is None else getattr(pipe, "scheduler", None)
+        if scheduler is self._scheduler:
+            return
+        begun = self._scheduler is not None
+        self._unwrap()
         self._scheduler = scheduler
-        for name in ("set_timesteps", "step") if scheduler is not None else ():
+        for name in _METHODS if scheduler is not None else ():
             setattr(scheduler, name, self._wrapped(getattr(scheduler, name), getattr(self, f"_after_{name}")))
+        if begun and scheduler is not None and len(scheduler.timesteps):
+            self._after_set_timesteps()
 
     def _wrapped(self, method: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -105,10 +122,13 @@ class Denoising:
             part.check_reached()
             part.passes = 0
 
+    def _unwrap(self) -> None:
+        for name in _METHODS if self._scheduler is not None else ():
+            vars(self._scheduler).pop(name, None)
+
     def end(self) -> None:
         """Give the scheduler its methods back, and end the runs."""
-        for name in ("set_timesteps", "step") if self._scheduler is not None else ():
-            self._scheduler.__dict__.pop(name, None)
+        self._unwrap()
         for part in self.parts:
             part.run.end()
 
@@ -222,6 +242,8 @@ class Part:
         HERE.part = self
         if _is_tracing():  # the model was compiled around the hooks: steps and branches are not known inside
             return
+        if self.denoising is not None:
+            self.denoising.follow()
         self.valid.clear()
         inner = self._inner()
         self.grid = None if self.family is None else self.family.grid(inner, given_to(inner, args, kwargs))

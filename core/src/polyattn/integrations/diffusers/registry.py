@@ -18,7 +18,7 @@ from .attention import Everything, make_attend, make_sdpa
 from .names import add_members, drop_members
 from .processors import attention_modules, calls_sdpa, direct, redirect, restore
 
-__all__ = ["NAME", "active_kept", "dispatch", "install", "installed", "set_on", "uninstall"]
+__all__ = ["NAME", "dispatch", "install", "installed", "reset_on", "set_on", "uninstall"]
 
 NAME = "polyattn"
 VARIABLE = "DIFFUSERS_ATTN_BACKEND"
@@ -171,12 +171,18 @@ def set_on(model: Any, name: str) -> None:
     Raises:
         ConfigError: polyattn cannot reach the model. What diffusers raises for a name that is not there.
     """
-    with active_kept(), _quiet():
+    with _active_kept(), _quiet():
         model.set_attention_backend(name)
 
 
+def reset_on(model: Any) -> None:
+    """Give a model back the choice that diffusers makes by itself."""
+    with _active_kept(), _quiet():
+        model.reset_attention_backend()
+
+
 @contextlib.contextmanager
-def active_kept() -> Iterator[None]:
+def _active_kept() -> Iterator[None]:
     """Keep diffusers' active backend, which a model's own setting would change for all models."""
     registry = dispatch()._AttentionBackendRegistry
     before = registry._active_backend

@@ -38,6 +38,8 @@ def gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     state_layout: str = "KV",
+    every_state: bool = False,
+    parents: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear attention by its recurrence. Differentiable in every tensor.
@@ -48,9 +50,12 @@ def gated_delta_rule(
         state: [N, H_v, D, D_v], or [N, H_v, D_v, D] with state_layout="VK"; not written. None = zeros.
         cu_seqlens: int32 [N+1], with B = 1: sequences behind each other. Without, N = B.
         scale: None = D ** -0.5. out: [B, S, H_v, D_v].
+        every_state: return the states after all tokens. parents: integers [B, S], the token that each goes on from, an
+            earlier one, or -1, the state given. None: the one before.
 
     Returns:
-        (out in the dtype of value, the state after the last token, in the dtype of the arithmetic).
+        (out in the dtype of value, the state after the last token, in the dtype of the arithmetic). With every_state
+        that after each token, [B, S, H_v, D, D_v].
     """
     given = (query, key, value, gate, beta)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
@@ -64,9 +69,10 @@ def gated_delta_rule(
     outs, states = [], []
     for number, (rows, tokens) in enumerate(sequences):
         at = (rows, tokens)
-        found, last = _recur(q[at] * factor, k[at], v[at], decay[at], b[at], first[number])
+        before = None if parents is None else parents[rows].tolist()
+        found, after = _recur(q[at] * factor, k[at], v[at], decay[at], b[at], first[number], before)
         outs.append(found)
-        states.append(last)
+        states.append(torch.stack(after[1:]) if every_state else after[-1])
     whole = torch.stack(outs) if cu_seqlens is None else torch.cat(outs)[None]
     last_states = torch.stack(states)
     result = whole.to(value.dtype)
@@ -90,14 +96,22 @@ def _first(state: Tensor | None, count: int, value: Tensor, D: int, dtype: torch
 
 
 def _recur(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute one sequence: [S, H_v, D | D_v | 1] and the state [H_v, D, D_v] -> (out [S, H_v, D_v], state)."""
-    outs = []
-    for q, k, v, d, b in zip(query, key, value, decay, beta, strict=True):
-        state = state * d[..., None]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    parents: list[int] | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute one sequence: [S, H_v, D | D_v | 1] and the state [H_v, D, D_v] -> (out [S, H_v, D_v], the state given
+    and those after each token)."""
+    outs, states = [], [state]
+    for t, (q, k, v, d, b) in enumerate(zip(query, key, value, decay, beta, strict=True)):
+        state = states[-1 if parents is None else parents[t] + 1] * d[..., None]
         u = b[:, None] * (v - torch.einsum("hdv,hd->hv", state, k))
         state = state + k[..., None] * u[:, None]
+        states.append(state)
         outs.append(torch.einsum("hdv,hd->hv", state, q))
     # Of no tokens the output is empty, and still one of the values, so that gradients go through.
-    return torch.stack(outs) if outs else value * 1.0, state
+    return torch.stack(outs) if outs else value * 1.0, states

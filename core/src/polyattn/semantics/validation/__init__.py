@@ -9,7 +9,7 @@ from ...contract.overlap import shares_memory
 from .common import check_alibi, check_out
 from .dense import check_dense
 from .kv_parts import check_kv_parts
-from .linear import check_linear, check_words
+from .linear import LinearOptions, check_linear, check_words
 from .mla import check_mla
 from .paged import check_new_keys, check_page_table, check_paged, check_serving_options
 from .statics import LAYOUTS, check_statics
@@ -30,6 +30,7 @@ from .varlen import PackedCheck, TensorGuards, check_cu_seqlens, check_lengths, 
 __all__ = [
     "FLOATS",
     "LAYOUTS",
+    "LinearOptions",
     "PackedCheck",
     "TensorGuards",
     "check_alibi",

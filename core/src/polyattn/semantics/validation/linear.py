@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,29 @@ METHODS = ("gdn", "kda")
 LAYOUTS = ("KV", "VK")
 
 
-def check_words(method: Any, state_layout: Any, qk_norm: Any) -> None:
+class LinearOptions(NamedTuple):
+    """The arguments of a call that are neither tensors nor its scale."""
+
+    method: str = "gdn"
+    state_layout: str = "KV"
+    qk_norm: bool = False
+    every_state: bool = False
+    gate_bound: float = 0.0
+    beta_range: int = 1
+
+    def raw_gates(self, a_log: Any) -> str:
+        """`AttentionRequest.raw_gates` of a call that has this a_log, or None."""
+        return "" if a_log is None else "bounded" if self.gate_bound else "softplus"
+
+
+def check_words(
+    method: Any,
+    state_layout: Any,
+    qk_norm: Any,
+    every_state: Any = False,
+    gate_bound: Any = 0.0,
+    beta_range: Any = 1,
+) -> None:
     """Check the arguments that are neither tensors nor numbers.
 
     Raises:
@@ -28,6 +51,11 @@ def check_words(method: Any, state_layout: Any, qk_norm: Any) -> None:
             near = did_you_mean(word, allowed) if isinstance(word, str) else ""
             raise InvalidInputError(f"{name}={word!r} must be one of {', '.join(allowed)}.{near}")
     scalars.flag("qk_norm", qk_norm)
+    scalars.flag("every_state", every_state)
+    if not scalars.number(gate_bound) or not -math.inf < gate_bound <= 0:
+        raise InvalidInputError(f"gate_bound={gate_bound!r}; a number below 0 is needed, or 0 for none")
+    if not scalars.whole(beta_range) or beta_range not in (1, 2):
+        raise InvalidInputError(f"beta_range={beta_range!r}; 1 or 2 is needed, 2 for negative eigenvalues")
 
 
 def check_linear(
@@ -40,8 +68,11 @@ def check_linear(
     state: Any = None,
     cu_seqlens: Any = None,
     out: Any = None,
-    method: str = "gdn",
-    state_layout: str = "KV",
+    a_log: Any = None,
+    dt_bias: Any = None,
+    state_slots: Any = None,
+    parents: Any = None,
+    options: LinearOptions = LinearOptions(),  # noqa: B008 - a constant
 ) -> None:
     """Check the tensors of a call: see `polyattn.linear_attention` for their shapes.
 
@@ -65,8 +96,9 @@ def check_linear(
             f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; one of float32, float16, bfloat16 and "
             "float64 is needed: cast them, or use autocast"
         )
-    gates = (B, S, H_v) if method == "gdn" else (B, S, H_v, D)
-    _beside(query, "gate", gate, gates, "[B, S, H_v]" if method == "gdn" else "[B, S, H_v, D]")
+    by_channel = options.method == "kda"
+    gates = (B, S, H_v, D) if by_channel else (B, S, H_v)
+    _beside(query, "gate", gate, gates, "[B, S, H_v, D]" if by_channel else "[B, S, H_v]")
     _beside(query, "beta", beta, (B, S, H_v), "[B, S, H_v]")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.device != query.device:
@@ -74,13 +106,85 @@ def check_linear(
     inputs = tuple(t for t in (query, key, value, gate, beta, state) if isinstance(t, Tensor))
     check_out(out, value, (B, S, H_v, D_v), inputs)
     sequences = B if cu_seqlens is None else _check_packed(cu_seqlens, query)
+    _check_gates(query, gate, a_log, dt_bias, (H_v, D) if by_channel else (H_v,), options)
     if state is not None:
-        rows = (D, D_v) if state_layout == "KV" else (D_v, D)
-        words = "[N, H_v, D, D_v]" if state_layout == "KV" else "[N, H_v, D_v, D]"
-        _beside(query, "state", state, (sequences, H_v, *rows), f"{words}, N={sequences}")
+        rows = (D, D_v) if options.state_layout == "KV" else (D_v, D)
+        count = state.shape[0] if state_slots is not None and isinstance(state, Tensor) and state.ndim else sequences
+        words = "H_v, D, D_v" if options.state_layout == "KV" else "H_v, D_v, D"
+        first = f"[N, {words}], N={sequences}" if state_slots is None else f"[slots, {words}]"
+        _beside(query, "state", state, (count, H_v, *rows), first)
         wanted = torch.float64 if value.dtype == torch.float64 else torch.float32
         if state.dtype != wanted:
             raise InvalidInputError(f"state is {state.dtype}; {wanted} is needed beside values of {value.dtype}")
+    if state_slots is not None:
+        _check_slots(state_slots, state, sequences, query)
+    _check_drafts(query, parents, cu_seqlens, options.every_state)
+
+
+def _check_gates(
+    query: Tensor, gate: Tensor, a_log: Any, dt_bias: Any, widths: tuple[int, ...], options: LinearOptions
+) -> None:
+    if a_log is not None:
+        _beside(query, "a_log", a_log, widths[:1], "[H_v]")
+        if dt_bias is not None:
+            _beside(query, "dt_bias", dt_bias, widths, "[H_v, D]" if len(widths) > 1 else "[H_v]")
+        return
+    given = {
+        "dt_bias": dt_bias is not None,
+        "gate_bound": options.gate_bound != 0,
+        "beta_range": options.beta_range > 1,
+    }
+    for name, there in given.items():
+        if there:
+            raise InvalidInputError(
+                f"{name} is given without a_log; it is part of computing gates: give a_log, or drop it"
+            )
+    if contents_readable(gate) and gate.numel() and bool((gate > 0).any()):
+        raise InvalidInputError(
+            f"gate has {float(gate.detach().max()):g}; it is the logarithm of a decay, so that 0 is the most: give log "
+            "decays, or raw gates with a_log"
+        )
+
+
+def _check_slots(state_slots: Any, state: Any, sequences: int, query: Tensor) -> None:
+    check_tensor("state_slots", state_slots, 1, "int32 or int64 [N]")
+    if state is None:
+        raise InvalidInputError("state_slots are given without state; give the pool, [slots, ...]")
+    if any(tensor.requires_grad for tensor in (state, query)) and torch.is_grad_enabled():
+        raise InvalidInputError(
+            "state_slots cannot be used while gradients are wanted, as the pool is written in place: give states "
+            "[N, ...], or call it under torch.no_grad()"
+        )
+    if state_slots.dtype not in (torch.int32, torch.int64) or state_slots.device != query.device:
+        raise InvalidInputError(f"state_slots is {state_slots.dtype} on {state_slots.device}; integers beside query")
+    _shape("state_slots", state_slots, (sequences,), f"[N], N={sequences}")
+    if contents_readable(state_slots):
+        slots = [slot for slot in state_slots.tolist() if slot != -1]
+        if twice := [slot for slot in slots if slots.count(slot) > 1]:
+            raise InvalidInputError(f"state_slots has {twice[0]} twice; every sequence has a slot of its own, or -1")
+        if wrong := [slot for slot in slots if not 0 <= slot < state.shape[0]]:
+            raise InvalidInputError(
+                f"state_slots has {wrong[0]}; the pool has slots 0 to {state.shape[0] - 1}, -1 = none"
+            )
+
+
+def _check_drafts(query: Tensor, parents: Any, cu_seqlens: Any, every_state: bool) -> None:
+    if every_state and cu_seqlens is not None:
+        raise InvalidInputError(
+            "every_state with cu_seqlens: give draft tokens as [N, drafts, H, D], as many for each sequence"
+        )
+    if parents is None:
+        return
+    if not every_state:
+        raise InvalidInputError("parents are of draft tokens, whose states all come back: give every_state=True")
+    check_tensor("parents", parents, 2, "int32 or int64 [B, S]")
+    if parents.dtype not in (torch.int32, torch.int64) or parents.device != query.device:
+        raise InvalidInputError(f"parents is {parents.dtype} on {parents.device}; integers beside query are needed")
+    _shape("parents", parents, tuple(query.shape[:2]), "[B, S]")
+    if contents_readable(parents):
+        order = torch.arange(parents.shape[1], device=parents.device)
+        if bool(((parents < -1) | (parents >= order)).any()):
+            raise InvalidInputError("parents has a token that is no earlier one of its row, nor -1: parents come first")
 
 
 def _beside(query: Tensor, name: str, tensor: Any, sizes: tuple[int, ...], words: str) -> None:

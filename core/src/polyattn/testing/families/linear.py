@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from ...contract import AttentionRequest
 from ...dispatch.linear import linear_attention
-from ...semantics.reference import gated_delta_rule
+from ...semantics.delta_rule import chunked_delta_rule
+from ...semantics.linear_gates import computed_gates
+from ...semantics.reference import gated_delta_rule, unit_rows
 from ..cases import Case
 from .base import DTYPES, Call, Family, Lengths, Part, Shapes
 
@@ -20,35 +23,37 @@ if TYPE_CHECKING:
 
 __all__ = ["Linear"]
 
-_NAMES = ("query", "key", "value", "gate", "beta", "state")
+_NAMES = ("query", "key", "value", "gate", "beta", "state", "a_log", "dt_bias")
+_BOUND = -5.0
+"""Of gates that are bounded."""
+
+
+def _given(part: Any) -> dict[str, Any]:
+    """The arguments of a computed call: gates and rows as the request says."""
+    values, request = dict(zip(_NAMES, part, strict=False)), part[-1]
+    a_log, dt_bias = values.pop("a_log"), values.pop("dt_bias")
+    if request.raw_gates:
+        bound = {"gate_bound": _BOUND if request.raw_gates == "bounded" else 0.0, "beta_range": request.beta_range}
+        values["gate"], values["beta"] = computed_gates(values["gate"], values["beta"], a_log, dt_bias, **bound)
+    if request.qk_norm:
+        values |= {name: unit_rows(values[name]) for name in ("query", "key")}
+    return {**values, "scale": request.scale}
 
 
 def _exact(*part: Any) -> tuple[Tensor, Tensor]:
     """The definition, in the dtype of the state."""
-    (query, key, value, gate, beta, state), request = part[:6], part[-1]
-    layout = request.state_layout or "KV"
-    return gated_delta_rule(
-        query, key, value, gate=gate, beta=beta, state=state, scale=request.scale, state_layout=layout
-    )
+    form = {"state_layout": part[-1].state_layout or "KV", "every_state": part[-1].state_out == "every"}
+    return gated_delta_rule(**_given(part), **form)
 
 
 def _plain(*part: Any) -> tuple[Tensor, Tensor]:
-    """Return what anybody would write first: the recurrence for all heads at once, with the state in its own dtype."""
-    (query, key, value, gate, beta, state), request = part[:6], part[-1]
-    flipped = request.state_layout == "VK"
-    state = state.mT if flipped else state
-    group = value.shape[2] // query.shape[2]
-    query, key = (t.repeat_interleave(group, 2) for t in (query, key))
-    decay = (gate if gate.ndim == 4 else gate[..., None]).to(state.dtype).exp()
-    scale = request.head_dim**-0.5 if request.scale is None else request.scale
-    outs = []
-    for t in range(query.shape[1]):
-        k, v, q = (x[:, t].to(state.dtype) for x in (key, value, query))
-        state = state * decay[:, t, ..., None]
-        missing = v - torch.einsum("bhdv,bhd->bhv", state, k)
-        state = state + torch.einsum("bhd,bhv->bhdv", k, beta[:, t, :, None].to(state.dtype) * missing)
-        outs.append((torch.einsum("bhdv,bhd->bhv", state, q) * scale).to(value.dtype))
-    return torch.stack(outs, 1) if outs else value * 1.0, state.mT if flipped else state
+    """Return what kernels round: chunks of tokens. A step for each token rounds less, and nothing is fast that way."""
+    if part[-1].state_out == "every":
+        return _exact(*part)
+    given, flipped = _given(part), part[-1].state_layout == "VK"
+    given["state"] = given["state"].mT if flipped else given["state"]
+    out, last = chunked_delta_rule(**given)
+    return out, last.mT if flipped else last
 
 
 class Linear(Family):
@@ -61,9 +66,18 @@ class Linear(Family):
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),)}
     batched = True
     says: ClassVar[frozenset[str]] = frozenset(
-        ("grad", "method", "misaligned", "phase", "s_relation", "scale", "state_dtype", "state_layout", "v_head_dim")
+        (
+            *("grad", "method", "misaligned", "phase", "s_relation", "scale", "state_dtype", "state_layout"),
+            *("v_head_dim", "state_out", "raw_gates", "beta_range", "qk_norm"),
+        )
     )
-    unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tree": (True,), "spec_topk": (1, 4), "phase": ("verify",)}
+    unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tree": (True,),
+        "spec_topk": (1, 4),
+        "state_slots": (True,),
+        "phase": ("verify",),
+        "state_out": ("every",),
+    }
     exact = staticmethod(_exact)
     plain = staticmethod(_plain)
     terms = None
@@ -74,12 +88,14 @@ class Linear(Family):
         # S10: the state is float32, and float64 beside float64; `make` has no other.
         v["state_dtype"] = ""
         v["state_layout"] = v["state_layout"] or "KV"
+        v["beta_range"] = v["beta_range"] if v["raw_gates"] else 1
         return v
 
     def public(self, call: Call) -> tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]:
         r, t = call.case.request, call.tensors
         options = {"method": r.method, "scale": r.scale, "state_layout": r.state_layout or "KV"}
-        given = {name: t[name] for name in ("gate", "beta", "state")}
+        options |= {"qk_norm": r.qk_norm, "beta_range": r.beta_range, **call.extra}
+        given = {name: t[name] for name in _NAMES[3:] if name in t}
         return linear_attention, (t["query"], t["key"], t["value"]), {**given, **options}
 
     def make(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
@@ -90,7 +106,15 @@ class Linear(Family):
         # beta |k|^2 stays small, as with the keys of length one that models have: else the state grows without a bound.
         tensors["beta"] = (maker.uniform(B, T, r.heads) / r.head_dim).to(maker.dtype).to(maker.device)
         tensors["state"] = maker.normal(*self._state(case)).to(DTYPES[self._dtype(r)]).to(maker.device)
-        return tensors, {}
+        if not r.raw_gates:
+            return tensors, {}
+        # Raw gates are any numbers, and betas as small as those above.
+        tensors["gate"] = maker.normal(*decays).to(maker.dtype).to(maker.device)
+        raw = maker.normal(B, T, r.heads) - math.log(r.head_dim)
+        tensors["beta"] = raw.to(maker.dtype).to(maker.device)
+        tensors["a_log"] = maker.uniform(r.heads).to(maker.device)
+        tensors["dt_bias"] = maker.normal(*decays[2:]).to(maker.device)
+        return tensors, {"gate_bound": _BOUND} if r.raw_gates == "bounded" else {}
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         r, B, (T, _) = case.request, len(case.lengths), case.longest
@@ -112,7 +136,7 @@ class Linear(Family):
         return "float64" if request.dtype == "float64" else "float32"
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
-        yield tuple(tensors[name] for name in _NAMES)
+        yield tuple(tensors.get(name) for name in _NAMES)
 
     def join(self, case: Case, outs: Sequence[Tensor], seconds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return outs[0], seconds[0]
