@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ..contract import Place
 from ..dispatch.bound_table import Recent
-from ..dispatch.compile.op_plans import recording
 from ..dispatch.placed import asked, at
 from ..epoch import EPOCH
 from ..errors import BackendUnavailableError, InvalidInputError
-from ..semantics.autograd import refuse_second
+from ..semantics.autograd import recording, refuse_second
 from .points import Ahead
 
 __all__ = ["backward", "forward", "refuse_second", "trained", "wanted"]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ...semantics.block_maps import check_block_map
 from ...semantics.validation import LinearOptions, check_linear
 from ..trace_requests import observed
 
-__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "recording", "refuse_second"]
+__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "refuse_second"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:
@@ -208,16 +208,6 @@ def backward(
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) if g is None else g.contiguous().clone()
         for g, t in zip(found, trained.values(), strict=False)
     ]
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Let autograd record in the body of an op, which runs below it."""
-    with contextlib.ExitStack() as stack:
-        for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
-        stack.enter_context(torch.enable_grad())
-        yield
 
 
 def _recompute(
