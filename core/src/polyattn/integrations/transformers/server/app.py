@@ -25,7 +25,7 @@ from transformers.cli.serving.utils import Modality
 from ....errors import BusyError, InvalidInputError
 from ....serving.engine import Engine
 from ....serving.engine.loop import EngineLoop, Tell, Update
-from .fields import CHAT, COMPLETIONS, FieldError, checked
+from .fields import CHAT, COMPLETIONS, RefusedField, checked
 from .manager import Manager, generation_config
 from .metrics import Metrics
 
@@ -80,7 +80,7 @@ class _Ours:
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         one = self.model_manager
         if body.get("model", one.name) != one.name:
-            raise FieldError(
+            raise RefusedField(
                 f"model={body['model']!r} is not here; this server has {one.name!r}", "model", status=404,
                 code="model_not_found",
             )  # fmt: skip
@@ -95,13 +95,13 @@ class _Chat(_Ours, ChatCompletionHandler):  # type: ignore[misc]
         """Answer a chat."""
         template = self.model_manager.tokenizer.chat_template
         if not template:
-            raise FieldError("this model has no chat template; use /v1/completions", "messages")
+            raise RefusedField("this model has no chat template; use /v1/completions", "messages")
         if "tools" in body and "tools" not in str(template):
-            raise FieldError("the chat template of this model knows no tools; leave them out", "tools")
+            raise RefusedField("the chat template of this model knows no tools; leave them out", "tools")
         try:
             return await super().handle_request(body, request_id)
         except TemplateError as exc:  # such as roles that do not alternate
-            raise FieldError(f"the chat template of this model refuses the messages: {exc}", "messages") from exc
+            raise RefusedField(f"the chat template of this model refuses the messages: {exc}", "messages") from exc
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
@@ -237,7 +237,7 @@ async def _answer(
         response = await answering
     except asyncio.CancelledError:
         return Response(status_code=499)
-    except FieldError as exc:
+    except RefusedField as exc:
         exc.field = exc.field or needed
         raise
     except (InvalidInputError, BusyError, HTTPException):
@@ -258,11 +258,11 @@ async def _body(request: Request) -> Any:
         if size > BODY_LIMIT:  # read to its end all the same: many clients look for an answer only then
             parts.clear()
     if size > BODY_LIMIT:
-        raise FieldError(f"the body has {size} bytes, more than {BODY_LIMIT}; send less", status=413)
+        raise RefusedField(f"the body has {size} bytes, more than {BODY_LIMIT}; send less", status=413)
     try:
         return json.loads(b"".join(parts))
     except ValueError as exc:
-        raise FieldError(f"the body is no JSON: {exc}") from exc
+        raise RefusedField(f"the body is no JSON: {exc}") from exc
 
 
 async def _events(parts: Any) -> AsyncIterator[str]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from ....errors import InvalidInputError, did_you_mean
 
-__all__ = ["CHAT", "COMPLETIONS", "FieldError", "checked"]
+__all__ = ["CHAT", "COMPLETIONS", "RefusedField", "checked"]
 
 
-class FieldError(InvalidInputError):
+class RefusedField(InvalidInputError):  # noqa: N818 - of the server alone: people catch InvalidInputError
     """A request is refused for one of its fields.
 
     Attributes:
@@ -27,12 +27,12 @@ class FieldError(InvalidInputError):
 
 
 Check = Callable[[str, Any], None]
-"""Given the path of a field and its value, which is not null; raises FieldError."""
+"""Given the path of a field and its value, which is not null; raises RefusedField."""
 
 
-def _wrong(field: str, value: Any, allowed: str) -> FieldError:
+def _wrong(field: str, value: Any, allowed: str) -> RefusedField:
     shown = json.dumps(value, default=str)
-    return FieldError(f"{field}={shown if len(shown) <= 60 else shown[:57] + '...'}: {allowed}", field)
+    return RefusedField(f"{field}={shown if len(shown) <= 60 else shown[:57] + '...'}: {allowed}", field)
 
 
 def _text(field: str, value: Any) -> None:
@@ -191,21 +191,21 @@ def checked(body: Any, served: Mapping[str, Check], needed: str) -> dict[str, An
             that no request is without.
 
     Raises:
-        FieldError: a field is not served, its value is not, or `needed` is missing.
+        RefusedField: a field is not served, its value is not, or `needed` is missing.
     """
     if not isinstance(body, dict):
-        raise FieldError("the body must be a JSON object")
+        raise RefusedField("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     _known(given, served, "")
     if needed not in given:
-        raise FieldError(f"{needed} is missing; every request needs it", needed, code="missing_required_parameter")
+        raise RefusedField(f"{needed} is missing; every request needs it", needed, code="missing_required_parameter")
     return given
 
 
 def _known(given: Mapping[str, Any], served: Mapping[str, Check], before: str) -> None:
     for name, value in given.items():
         if name not in served:
-            raise FieldError(
+            raise RefusedField(
                 f"{before}{name} is not served here, and is not ignored; leave it out.{did_you_mean(name, served)}",
                 f"{before}{name}",
                 code="unknown_parameter",

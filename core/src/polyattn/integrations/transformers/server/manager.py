@@ -17,16 +17,16 @@ from transformers.cli.serving.utils import BaseGenerateManager, _StreamError, re
 from ....errors import InvalidInputError
 from ....serving.engine import SamplingParams
 from ....serving.engine.loop import EngineLoop, Ticket, Update
-from .fields import FieldError
+from .fields import RefusedField
 
-__all__ = ["Manager", "StepError", "generation_config"]
+__all__ = ["FailedStep", "Manager", "generation_config"]
 
 
 SEED = "polyattn_seed"
 """The attribute of a configuration that has the seed of the draws; transformers' has none."""
 
 
-class StepError(RuntimeError):
+class FailedStep(RuntimeError):  # noqa: N818 - of the server alone
     """A step of the engine failed while it ran a request."""
 
 
@@ -143,7 +143,7 @@ class Manager(BaseGenerateManager):
         """Hand a request in, and return the queue of its text with what cancels it.
 
         Raises:
-            FieldError, InvalidInputError: it could never be served. BusyError: not now.
+            RefusedField, InvalidInputError: it could never be served. BusyError: not now.
         """
         items: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -184,7 +184,7 @@ class Manager(BaseGenerateManager):
         """Return the text of a request, how long its prompt is, and its tokens.
 
         Raises:
-            StepError: a step failed. Others: as `generate_streaming`.
+            FailedStep: a step failed. Others: as `generate_streaming`.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         parts: list[str] = []
@@ -247,7 +247,7 @@ class Manager(BaseGenerateManager):
         asked = config.max_new_tokens
         if room < (asked or 1):
             wanted = "" if asked is None else f" and {asked} new ones"
-            raise FieldError(
+            raise RefusedField(
                 f"the prompt has {prompt} tokens{wanted}; this server has room for {prompt + room} together: shorten "
                 f"the prompt, or ask for less",
                 code="context_length_exceeded",
@@ -276,5 +276,5 @@ def _last_events(parser: Any) -> list[Any]:
 
 def _failed(error: BaseException) -> Exception:
     if isinstance(error, InvalidInputError):
-        return StepError(f"the model failed: {error}")
-    return StepError(f"a step of the engine failed: {type(error).__name__}: {error}")
+        return FailedStep(f"the model failed: {error}")
+    return FailedStep(f"a step of the engine failed: {type(error).__name__}: {error}")
