@@ -71,14 +71,15 @@ def _attend(
         # One step ahead, as in exact attention.
         next_start, next_limit = _entry(entries, counts, i + 1, end, s_k, BLOCK_K, N, False, False)
         next_unit = tl.load(key_scales + next_start // BLOCK_K)
-        some = n < limit
         at = (start + n).to(tl.int64)
-        k = tl.load(keys + at[None, :] * D + d[:, None], mask=some[None, :], other=0)
+        some = n < limit
+        k_at, v_at = keys + at[None, :] * D + d[:, None], values + at[:, None] * v_s + d[None, :]
+        k = tl.load(k_at, mask=some[None, :], other=0) if EDGE else tl.load(k_at)
         products = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32)
         if EDGE:
             products = tl.where(some[None, :], products, float("-inf"))
         weights, factor, top, total = accumulate(top, total, products, scale * unit)
-        v = tl.load(values + at[:, None] * v_s + d[None, :], mask=some[:, None], other=0.0)
+        v = tl.load(v_at, mask=some[:, None], other=0.0) if EDGE else tl.load(v_at)
         acc = dot(cast(weights, v.dtype), v, acc * factor[:, None])
         start, limit, unit = next_start, next_limit, next_unit
     o_at = head_at(out, b, head, o_b, o_h) + m[:, None].to(tl.int64) * o_s + d[None, :]
