@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
 import polyattn
 from polyattn.distributed import exchange as exchange_module
@@ -19,7 +20,7 @@ from polyattn.distributed import init_mesh
 from polyattn.distributed import ring as ring_module
 from polyattn.distributed.plan import pieces_of
 from polyattn.errors import ConfigError, InvalidInputError, RankError, UnsupportedRequestError
-from polyattn.nn import RingAttention, UlyssesAttention, USPAttention
+from polyattn.nn import LocalAttention, RingAttention, UlyssesAttention, USPAttention
 from polyattn.semantics.reference import attention as definition
 from polyattn.serving.attention import over_ranks
 from polyattn.serving.attention.backend import AttentionBackend
@@ -280,6 +281,35 @@ for _ring, _ulysses in ((2, 1), (1, 2), (2, 2)):
                 _label = f"ring {_ring} ulysses {_ulysses} {_words} {_name}"
                 CASES[_label] = (_setting.ranks, lambda run=_run, setting=_setting: run(setting))  # type: ignore[misc]
     CASES[f"ring {_ring} ulysses {_ulysses} autocast"] = (_base.ranks, lambda setting=_base: autocasted(setting))  # type: ignore[misc]
+
+
+class Projected(torch.nn.Module):
+    def __init__(self, attend: torch.nn.Module) -> None:
+        super().__init__()
+        self.attend = attend
+        self.qkv, self.out = torch.nn.Linear(20, 3 * 3 * 8), torch.nn.Linear(3 * 8, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 8)).unbind(2)
+        found: torch.Tensor = self.out(self.attend(q, k, v).flatten(2))
+        return found
+
+
+@case(2)
+def a_model_that_fsdp_shards_over_the_same_ranks() -> None:
+    for name, kind in (("ring", RingAttention), ("ulysses", UlyssesAttention)):
+        mesh = _mesh(name)
+        torch.manual_seed(1)
+        model, right = Projected(kind(mesh)).to(DEVICE), Projected(LocalAttention()).to(DEVICE)
+        right.load_state_dict(model.state_dict())
+        x = torch.randn(2, 11, 20, device=DEVICE)
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        mine = x.split((6, 5), 1)[torch.distributed.get_rank()]
+        model(mine).square().sum().backward()
+        right(x).square().sum().backward()
+        for one, other in zip(model.parameters(), right.parameters(), strict=True):
+            # FSDP gives the mean over ranks of gradients that are shares of a sum.
+            torch.testing.assert_close(2 * one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
 
 
 # What goes wrong is told on every rank.
