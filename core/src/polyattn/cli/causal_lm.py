@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
+from .devices import to_device
 
 if TYPE_CHECKING:
     from ..serving.engine import Speculative
@@ -71,10 +72,6 @@ def load_model(path: Path, device: str, **options: Any) -> Any:
     Raises:
         ConfigError: there is none, it lacks weights, or the device is not here.
     """
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     model, loaded = _load("AutoModelForCausalLM", path, dtype="auto", output_loading_info=True, **options)
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
@@ -82,12 +79,7 @@ def load_model(path: Path, device: str, **options: Any) -> Any:
             f"numbers; save it again with save_pretrained"
         )
     model.eval()
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as exc:  # what torch raises for a device that it does not know or have
-        near = did_you_mean(device, ("cpu", "cuda"))
-        reason = str(exc).splitlines()[0].rstrip(".")
-        raise ConfigError(f"--device {device!r}: {reason}.{near} Name a device that is here, such as cpu") from exc
+    return to_device(model, device)
 
 
 def runner_of(model: Any, needed: int) -> Any:

@@ -61,7 +61,7 @@ COMMANDS = {
     "generate": _Where(
         "generate",
         "generate",
-        "Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.",
+        "Continue prompts with a causal LM, or make an image or a video with a pipeline of diffusers.",
     ),
     "serve": _Where(
         "serve",

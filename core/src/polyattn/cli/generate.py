@@ -1,4 +1,5 @@
-"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`."""
+"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`. A pipeline of
+diffusers makes an image or a video instead: `pipelines.py`."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from ..errors import ConfigError
 from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
+from . import pipelines
 from .causal_lm import load_model, load_tokenizer, runner_of, speculative_of, stop_tokens_of
 from .options import Device, Json, settings_of, with_options
 from .rendering import facts, panel, progress, screen, show_json
@@ -50,13 +52,14 @@ class _Said:
         }
 
 
-@with_options("generate")
+@with_options("generate", pipelines.OWN)
 def generate(
+    context: typer.Context,
     model_path: Annotated[
         Path,
         typer.Option(
             metavar="DIR",
-            help="A folder with a causal LM and its tokenizer, as save_pretrained writes them.",
+            help="A folder that save_pretrained wrote: a causal LM and its tokenizer, or a pipeline of diffusers.",
             rich_help_panel=MODEL,
         ),
     ],
@@ -98,7 +101,7 @@ def generate(
         int,
         typer.Option(
             metavar="N",
-            help="The seed of the draws: the same seed gives the same text, whatever runs beside it.",
+            help="The seed of the draws, or of the noise: the same seed gives the same, whatever runs beside it.",
             rich_help_panel=MODEL,
         ),
     ] = 0,
@@ -107,10 +110,15 @@ def generate(
     given: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.
+    """Continue prompts with a causal LM, or make an image or a video with a pipeline of diffusers.
 
-    Backends, page size and dtype that are not given come from the environment and the config file.
+    What the folder holds decides: one with model_index.json is a pipeline. A causal LM has continuous batching over a
+    paged KV cache and one backend per phase, a pipeline a backend per component. Backends, page size and dtype that are
+    not given come from the environment and the config file.
     """
+    if pipelines.is_pipeline(model_path, context):
+        pipelines.draw(model_path, prompt or [], seed, device, given, as_json=as_json)
+        return
     prompts = _prompts(prompt, prompt_file)
     settings = overrides.configure_by("the command line", settings_of(given))
     levels = tuple(given[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))

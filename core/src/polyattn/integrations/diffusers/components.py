@@ -22,7 +22,10 @@ from .processors import attention_modules, calls_sdpa, direct
 from .registry import NAME, dispatch, install, installed, reset_on, set_on
 from .rules import KINDS, ROLES, Rule, Rules, read_rules
 
-__all__ = ["Component", "Prepared", "Wanted", "check_names", "prepare", "prepared", "read_wanted"]
+__all__ = [
+    "Component", "Prepared", "Wanted", "apply", "check_backends", "check_names", "is_ours", "known_to_both", "prepare",
+    "prepared", "read_wanted",
+]  # fmt: skip
 
 Overrides = Mapping[str, Any] | str | None
 Options = Mapping[str, Any] | str | os.PathLike[str] | None
@@ -48,11 +51,19 @@ class Wanted:
     """What was asked of a pipeline.
 
     Attributes:
-        rules: component -> its rules. options: backend -> its options.
+        rules: component -> its rules. options: backend -> its options. source: who asked, for messages.
+        native: a backend of diffusers, for its models that have no default of their own; None = none.
     """
 
     rules: Mapping[str, Rules]
     options: Mapping[str, Mapping[str, Any]]
+    source: str = "prepare()"
+    native: str | None = None
+
+    def rules_of(self, name: str) -> Rules | None:
+        """Return the rules of a component, None where nobody asked for any."""
+        rules = self.rules.get(name)
+        return rules if rules is None or rules.default else dataclasses.replace(rules, default=self.native)
 
 
 _prepared: weakref.WeakKeyDictionary[Any, Prepared] = weakref.WeakKeyDictionary()
@@ -68,10 +79,13 @@ class Prepared:
 
     Attributes:
         components: every component that is a model, in the pipeline's order. parts: of those that polyattn serves.
+        source: who asked for it, for messages.
     """
 
-    def __init__(self, components: tuple[Component, ...], parts: tuple[Part, ...], undo: contextlib.ExitStack) -> None:
-        self.components, self.parts = components, parts
+    def __init__(
+        self, components: tuple[Component, ...], parts: tuple[Part, ...], undo: contextlib.ExitStack, source: str
+    ) -> None:
+        self.components, self.parts, self.source = components, parts, source
         self._undo = undo
 
     def remove(self) -> None:
@@ -102,25 +116,27 @@ def check_names(known: Iterable[str], asked: Iterable[str]) -> None:
             )
 
 
-def read_wanted(known: Iterable[str], components: Overrides = None, config: Options = None) -> Wanted:
+def read_wanted(
+    known: Iterable[str], components: Overrides = None, config: Options = None, source: str = "prepare()"
+) -> Wanted:
     """Read what is asked of a pipeline.
 
     Args:
-        known: names of its components. components, config: as `prepare`.
+        known: names of its components. components, config: as `prepare`. source: who asks, for messages.
 
     Raises:
         ConfigError: as `prepare`; nothing is loaded.
     """
     names = tuple(known)
     found: dict[str, dict[str, Any]] = {}
-    where = "the rules of prepare()"
-    settled = {} if config is None else parse_backend_config(config, where="config of prepare()")
+    where = f"the rules of {source}"
+    settled = {} if config is None else parse_backend_config(config, where=f"config of {source}")
     for name in [name for name in settled if name in names]:
         given = settled.pop(name)
         found[name] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()} if (
             isinstance(given, Mapping)
         ) else {"default": given}  # fmt: skip
-    pairs = _pairs(components)
+    pairs = _pairs(components, source)
     check_names(names, pairs)
     for key, given in pairs.items():
         name, dot, role = key.partition(".")
@@ -140,17 +156,17 @@ def read_wanted(known: Iterable[str], components: Overrides = None, config: Opti
             else:
                 rules[kind] = value
     rules_of = {name: read_rules(name, given) for name, given in found.items()}
-    options = _options(settled, {backend for rules in rules_of.values() for backend in rules.backends()})
-    return Wanted(rules_of, options)
+    named = {backend for rules in rules_of.values() for backend in rules.backends()}
+    return Wanted(rules_of, _options(settled, named, f"config of {source}"), source)
 
 
-def _pairs(components: Overrides) -> dict[str, Any]:
+def _pairs(components: Overrides, source: str) -> dict[str, Any]:
     if components is None:
         return {}
     if isinstance(components, str):
         from ...selection.config import parse_components
 
-        return dict(parse_components(components, where="components of prepare()"))
+        return dict(parse_components(components, where=f"components of {source}"))
     if not isinstance(components, Mapping):
         raise ConfigError(
             f"components={components!r} is a {type(components).__name__}; give a mapping of component to backend"
@@ -158,9 +174,9 @@ def _pairs(components: Overrides) -> dict[str, Any]:
     return dict(components)
 
 
-def _options(given: Mapping[str, Any], named: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Find whose the options are: of the backend under whose name they stand, or of the one that is named and has
-    options."""
+def _options(given: Mapping[str, Any], named: Iterable[str], where: str) -> dict[str, dict[str, Any]]:
+    """Find whose the options are: of the backend under whose name they stand, of the one that is named and has
+    options, or of the only one that is named."""
     if not given:
         return {}
     setting = overrides.current_settings().attention_backend
@@ -175,10 +191,11 @@ def _options(given: Mapping[str, Any], named: Iterable[str]) -> dict[str, dict[s
     flat = [key for key, value in given.items() if not isinstance(value, Mapping)]
     if flat and len(able) > 1:
         raise ConfigError(
-            f"config of prepare() gives {', '.join(flat)}, and {' and '.join(able)} are named and have options; put "
+            f"{where} gives {', '.join(flat)}, and {' and '.join(able)} are named and have options; put "
             f"them under the name of theirs, {{{able[0]!r}: {{{flat[0]!r}: ...}}}}"
         )
-    return resolve_options(given, able[0] if able else None, "config of prepare()", words)
+    owner = able[0] if able else min(asked) if len(asked) == 1 else None
+    return resolve_options(given, owner, where, words)
 
 
 def prepare(pipe: Any, components: Overrides = None, config: Options = None) -> Prepared:
@@ -205,13 +222,17 @@ def prepare(pipe: Any, components: Overrides = None, config: Options = None) -> 
             a layer that there is not, or of a method for a model without a grid.
         BackendUnavailableError: diffusers or transformers is missing or too old.
     """
+    return apply(pipe, read_wanted(pipe.components, components, config))
+
+
+def apply(pipe: Any, wanted: Wanted) -> Prepared:
+    """Do to a pipeline what was asked of it. Result and errors as `prepare`."""
     if not installed():
         install()
     if (before := _prepared.pop(pipe, None)) is not None:
         before.remove()
     names = {name: part for name, part in pipe.components.items() if hasattr(part, "named_modules")}
-    wanted = read_wanted(pipe.components, components, config)
-    _check_backends(wanted)
+    check_backends(wanted)
     if idle := [name for name in wanted.rules if name not in names]:
         raise ConfigError(
             f"the override of {idle[0]} reaches no layer: it is {type(pipe.components[idle[0]]).__name__} in this "
@@ -220,7 +241,7 @@ def prepare(pipe: Any, components: Overrides = None, config: Options = None) -> 
     with contextlib.ExitStack() as undo:
         rows, parts = [], []
         for name, model in names.items():
-            row, part = _component(name, model, wanted.rules.get(name), undo)
+            row, part = _component(name, model, wanted, undo)
             rows.append(row)
             if part is not None:
                 parts.append(part)
@@ -230,38 +251,66 @@ def prepare(pipe: Any, components: Overrides = None, config: Options = None) -> 
         for part in parts:
             part.denoising = denoising
         if wanted.options:
-            overrides.add_options("prepare()", wanted.options)
-        done = _prepared[pipe] = Prepared(tuple(rows), tuple(parts), undo.pop_all())
+            overrides.add_options(wanted.source, wanted.options)
+        done = _prepared[pipe] = Prepared(tuple(rows), tuple(parts), undo.pop_all(), wanted.source)
         done._undo.callback(_prepared.pop, pipe, None)
         return done
 
 
-def _check_backends(wanted: Wanted) -> None:
-    words, native = backend_words(), [member.value for member in dispatch().AttentionBackendName]
-    for name, rules in wanted.rules.items():
+def check_backends(wanted: Wanted) -> None:
+    """See that every backend that is named is one, before anything is loaded.
+
+    Raises:
+        ConfigError: neither polyattn nor diffusers has it, or rules stand beside one of diffusers.
+    """
+    for name in wanted.rules:
+        rules = wanted.rules_of(name)
+        assert rules is not None
         for backend in rules.backends():
-            if not _ours(backend, words):
-                if backend not in native:
-                    known = [*words, *(one for one in native if not one.startswith(NAME))]
-                    raise ConfigError(
-                        f"no backend is named {backend!r}, which is asked for {name}.{did_you_mean(backend, known)} "
-                        "`polyattn list` has those of polyattn, diffusers' AttentionBackendName those of diffusers"
-                    )
-                if rules.others:
-                    raise ConfigError(
-                        f"{backend!r} is a backend of diffusers, which serves {name} as a whole or not at all; leave "
-                        f"the rules of {name} out, or name backends of polyattn"
-                    )
+            if not is_ours(backend, name) and rules.others:
+                raise ConfigError(
+                    f"{backend!r} is a backend of diffusers, which serves {name} as a whole or not at all; leave "
+                    f"the rules of {name} out, or name backends of polyattn"
+                )
+
+
+def is_ours(backend: str, asked_for: str) -> bool:
+    """Tell whether polyattn has a backend; else diffusers has it. A name that both know is polyattn's.
+
+    Args:
+        asked_for: what it is to serve, for the message.
+
+    Raises:
+        ConfigError: nobody has it.
+    """
+    words = backend_words()
+    if _ours(backend, words):
+        return True
+    native = [member.value for member in dispatch().AttentionBackendName]
+    if backend not in native:
+        known = [*words, *(one for one in native if not one.startswith(NAME))]
+        raise ConfigError(
+            f"no backend is named {backend!r}, which is asked for {asked_for}.{did_you_mean(backend, known)} "
+            "`polyattn list` has those of polyattn, diffusers' AttentionBackendName those of diffusers"
+        )
+    return False
+
+
+def known_to_both(backends: Iterable[str]) -> list[str]:
+    """List those of these backends whose name diffusers knows too."""
+    native = {member.value for member in dispatch().AttentionBackendName}
+    return [backend for backend in backends if backend in native and _ours(backend, backend_words())]
 
 
 def _ours(backend: str, words: Iterable[str]) -> bool:
     return backend.partition("@")[0].partition("/")[0] in words
 
 
-def _component(name: str, model: Any, rules: Rules | None, undo: contextlib.ExitStack) -> tuple[Component, Part | None]:
+def _component(name: str, model: Any, wanted: Wanted, undo: contextlib.ExitStack) -> tuple[Component, Part | None]:
     kind = type(getattr(model, "_orig_mod", model)).__name__
     if _of_transformers(model):
-        return _text_encoder(name, model, kind, rules, undo), None
+        return _text_encoder(name, model, kind, wanted.rules.get(name), undo), None
+    rules = wanted.rules_of(name)
     layers = attention_modules(model) if hasattr(model, "set_attention_backend") else []
     reached = [(layer, module) for layer, module in layers if direct(module.processor) or calls_sdpa(module.processor)]
     if not reached:
@@ -269,10 +318,12 @@ def _component(name: str, model: Any, rules: Rules | None, undo: contextlib.Exit
         if rules is not None:
             raise ConfigError(f"the override of {name} reaches no layer: {why} ({kind}); remove the override of {name}")
         return Component(name, kind, False, why), None
-    if rules is not None and rules.default is not None and not _ours(rules.default, backend_words()):
-        set_on(model, rules.default)
+    native = wanted.native if rules is None else rules.default
+    if native is not None and not _ours(native, backend_words()):
+        set_on(model, native)
         undo.callback(reset_on, model)
-        return Component(name, kind, False, f"diffusers' own backend {rules.default!r}, as asked"), None
+        overrides.reach(("", name, ""))
+        return Component(name, kind, False, f"diffusers' own backend {native!r}, as asked"), None
     rules, family = rules or Rules(), family_of(model)
     methods = [backend for backend in rules.backends() if names_method(backend, catalogue())]
     if methods and family is None:

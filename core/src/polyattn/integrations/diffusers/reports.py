@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...dispatch.placed import explain
 from ...errors import ConfigError
 from ...selection.select import Selection
-from .components import Component, prepared
+from .components import Component, Prepared, prepared
 from .places import Part, Told
 
-__all__ = ["PipelineReport", "Row", "report"]
+__all__ = ["PipelineReport", "Row", "report", "told"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +38,17 @@ class Row:
     method: str = ""
     density: float | None = None
 
+    @property
+    def where(self) -> str:
+        """The layers in words."""
+        return f"layers {_spans(self.layers)}" if self.layers else "beside the blocks"
+
     def __str__(self) -> str:
-        where = f"layers {_spans(self.layers)}" if self.layers else "beside the blocks"
         calls = f"{self.calls} call{'s' * (self.calls != 1)}"
         if self.method:
             share = "" if self.density is None else f", density {self.density:.3g}"
-            return f"{self.component} {self.role}, {where}: {calls}, {self.method}{share}; {self.backend}"
-        return f"{self.component} {self.role}, {where}: {calls}, {self.backend} by {self.source}: {self.why}"
+            return f"{self.component} {self.role}, {self.where}: {calls}, {self.method}{share}; {self.backend}"
+        return f"{self.component} {self.role}, {self.where}: {calls}, {self.backend} by {self.source}: {self.why}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,35 +86,45 @@ def report(pipe: Any, **call: Any) -> PipelineReport:
         raise ConfigError("report() needs a prepared pipeline: polyattn.integrations.diffusers.prepare(pipe) first")
     if call:
         pipe(**call)
-    rows = tuple(row for part in done.parts for row in _rows(part))
-    compiled = {part.name for part in done.parts if part.ran and not part.told}
-    if not rows and not compiled:
+    found = told(done)
+    if not found.rows and not any(part.ran and not part.told for part in done.parts):
         raise ConfigError(
             "no call of the pipeline has reached polyattn yet: run it, or give report() the arguments of a run, "
             'such as prompt="a cat", num_inference_steps=1'
         )
+    return found
+
+
+def told(done: Prepared) -> PipelineReport:
+    """Make the report of what a prepared pipeline did until now, which may be nothing."""
+    compiled = {part.name for part in done.parts if part.ran and not part.told}
     aside = "; compiled, and compiled code does not say who serves it: ask before it is compiled"
     components = (
         dataclasses.replace(one, why=f"{one.why}{aside}") if one.name in compiled else one for one in done.components
     )
-    return PipelineReport(tuple(components), rows)
+    return PipelineReport(tuple(components), tuple(row for part in done.parts for row in _rows(part, done.source)))
 
 
-def _rows(part: Part) -> list[Row]:
+def _rows(part: Part, who: str) -> list[Row]:
     found: dict[tuple[Any, ...], list[tuple[int | None, int]]] = {}
-    for key, told in part.told.items():
-        if told.place is not None:
+    for key, kept in part.told.items():
+        if kept.place is not None and part.pretend is None:
             continue  # the run knows these better, from method to kernel
-        chosen = selection_of(told)
+        chosen = selection_of(kept)
         # What rules of the pipeline name reaches selection as an argument, which nobody gave.
-        source = chosen.source if told.backend is None else chosen.source.replace("argument", "prepare()")
-        why = chosen.why if told.backend is None else chosen.why.replace("by argument", "by prepare()")
-        alike: tuple[Any, ...] = (told.scope[2], chosen.id, source, why, "", None)
-        found.setdefault(alike, []).append((key[0], told.calls))
+        source = chosen.source if kept.backend is None else chosen.source.replace("argument", who)
+        why = chosen.why if kept.backend is None else chosen.why.replace("by argument", f"by {who}")
+        method, kernels = "", chosen.id
+        if kept.place is not None and chosen.rule:
+            method, kernels = chosen.rule, f"{chosen.request.family}: {kernels}, left dense by a rule: {why}"
+        elif chosen.inner:
+            method, kernels = chosen.backend, ", ".join(f"{one.request.family}: {one.id}" for one in chosen.inner)
+        alike: tuple[Any, ...] = (kept.scope[2], kernels, source, why, method, None, key[0] is None)
+        found.setdefault(alike, []).append((key[0], kept.calls))
     for row in part.run.explain().rows:
         what = f"{', '.join(row.kernels)}" + (f", left dense by a rule: {row.why}" if row.why else "")
         density = None if row.why or row.density is None else round(row.density, 3)
-        alike = row.role, what, "", row.why, row.method, density
+        alike = row.role, what, "", row.why, row.method, density, row.layer is None
         found.setdefault(alike, []).append((row.layer, row.calls))
     return [
         Row(
@@ -124,7 +138,7 @@ def _rows(part: Part) -> list[Row]:
             method,
             density,
         )
-        for (role, backend, source, why, method, density), calls in found.items()
+        for (role, backend, source, why, method, density, _), calls in found.items()
     ]
 
 
