@@ -702,9 +702,26 @@ def what_decoding_over_ranks_refuses() -> None:
 
 
 @case(2)
-def z_a_rank_that_does_not_come() -> None:
-    """The last case: afterwards the ranks count their rounds differently."""
+def a_rank_that_does_not_come_in_time() -> None:
+    """Who waited says so, who comes later is told, and both can go on."""
     layer = layer_of(Setting(ulysses=2), timeout=0.5)
+    store = torch.distributed.distributed_c10d._get_default_store()
     if torch.distributed.get_rank():
-        return
-    raised(RankError, "[1] did not come to a call of attention within 0.5 s", call=lambda: layer(*tensors()))
+        store.wait(["tests/gave up"])
+        raised(RankError, "rank 0 refused", "it gave up, since", "[1] did not come", call=lambda: layer(*tensors()))
+    else:
+        raised(RankError, "[1] did not come to a call of attention within 0.5 s", call=lambda: layer(*tensors()))
+        store.set("tests/gave up", "yes")
+    layer_of(Setting(ulysses=2))(*tensors())
+
+
+@case(2)
+def z_a_wrong_call_with_declared_lengths() -> None:
+    """The others know the lengths, and do not look again: whoever is wrong finds its own error all the same. It is the
+    last case: ranks have made different numbers of rounds afterwards."""
+    layer = layer_of(Setting(ulysses=2), timeout=0.5)
+    layer(*tensors(), lengths=(4, 4))
+    bad = tensors()
+    bad[1:] = [t[:, :2] for t in bad[1:]]
+    if torch.distributed.get_rank():
+        raised(InvalidInputError, "query has 4", call=lambda: layer(*bad, lengths=(4, 4)))
