@@ -144,7 +144,7 @@ def close(found: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtyp
 def layer_of(setting: Setting, **options: Any) -> USPAttention:
     mesh = options.pop("mesh", None) or init_mesh(ring=setting.ring, ulysses=setting.ulysses)
     given: dict[str, Any] = {"causal": setting.causal, "return_lse": True, "order": setting.order, "kv": setting.kv}
-    given |= {"backend": setting.backend, "timeout": 30.0, **options}
+    given |= {"backend": setting.backend, "timeout": 300.0, **options}
     return USPAttention(mesh, **given)
 
 
@@ -537,7 +537,7 @@ def method_on_ranks(
         right = polyattn.attention(*leaves, backend=name, place=place)
         grads = torch.autograd.grad((right * made[3]).sum(), leaves)
         own = [t[:, mine].clone().requires_grad_() for t in made[:3]]
-        layer = UlyssesAttention(_mesh("ulysses"), backend=name, timeout=30.0)
+        layer = UlyssesAttention(_mesh("ulysses"), backend=name, timeout=300.0)
         found = layer(*own, place=dataclasses.replace(place, tensors=here))
         own_grads = torch.autograd.grad((found * made[3][:, mine]).sum(), own)
     finally:
@@ -573,7 +573,7 @@ def tiles_with_a_gate() -> None:
 
 @case(2)
 def a_gate_of_another_size() -> None:
-    layer = UlyssesAttention(_mesh("ulysses"), backend="video_sparse_attn", timeout=30.0)
+    layer = UlyssesAttention(_mesh("ulysses"), backend="video_sparse_attn", timeout=300.0)
     place = Place(grid=(2, 2, 2), tensors={"gate_compress": torch.ones(1, 3, 4, D)})
     raised(InvalidInputError, "'gate_compress' [1, 3, 4, 16]", call=lambda: layer(*tensors(), place=place))
 

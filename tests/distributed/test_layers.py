@@ -46,7 +46,7 @@ class Jobs:
                 )
                 for rank in range(world)
             ]
-            said = [one.communicate(timeout=300)[0] for one in started]
+            said = [one.communicate(timeout=900)[0] for one in started]
             files = [folder / f"{rank}.json" for rank in range(world)]
             assert all(file.exists() for file in files), "\n".join(said)
             self.found[world] = [json.loads(file.read_text()) for file in files]
@@ -73,7 +73,7 @@ def test_without_a_process_group_a_layer_says_how_to_start_one() -> None:
 
 def test_the_example_runs_on_two_processes() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/parallel.py"]
-    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=900, check=False)
     assert "ranks with [19, 18] tokens" in done.stdout, done.stdout + done.stderr
 
 
