@@ -719,8 +719,9 @@ def a_rank_that_does_not_come_in_time() -> None:
 def z_a_wrong_call_with_declared_lengths() -> None:
     """The others know the lengths, and do not look again: whoever is wrong finds its own error all the same. It is the
     last case: ranks have made different numbers of rounds afterwards."""
-    layer = layer_of(Setting(ulysses=2), timeout=0.5)
+    layer = layer_of(Setting(ulysses=2))
     layer(*tensors(), lengths=(4, 4))
+    layer._agreement._timeout = 0.5
     bad = tensors()
     bad[1:] = [t[:, :2] for t in bad[1:]]
     if torch.distributed.get_rank():
