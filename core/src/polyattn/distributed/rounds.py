@@ -50,8 +50,8 @@ def tell(mesh: MeshRanks, said: dict[str, Any], timeout: float) -> list[dict[str
         # Who comes later is told, and does not go on alone.
         store.set(keys[mesh.index], json.dumps({"wrong": f"it gave up, since {absent}"}))
         raise RankError(
-            f"{absent}: they ended, or make other calls. Look at what they print; timeout= of the layer sets how long it "
-            "waits"
+            f"{absent}: they ended, or make other calls. Look at what they print; timeout= of the layer sets how long "
+            "it waits"
         ) from error
     found = [json.loads(text) for text in store.multi_get(keys)]
     if number:  # all have come to this round, so all have read the last one
