@@ -175,6 +175,7 @@ LIGHT = (
     ("config", "check"),
     ("new-plugin", "acme"),
     ("trace", "--", "true"),
+    ("parallel-plan", "--devices", "8", "--tokens", "75600", "--heads", "24"),
 )
 """Command lines of every command that needs no torch."""
 
