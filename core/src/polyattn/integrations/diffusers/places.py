@@ -351,7 +351,7 @@ def _tell(
     """Note a call for `report`."""
     alike: tuple[Any, ...] = part.run.number(HERE.layer), scope[2], backend, None if here is None else here.text
     if here is not None and part.pretend is not None:  # of a run that is made, the run itself knows
-        alike += (here.grid, here.step, here.branch)
+        alike += (here.grid, here.step)
     told = part.told.get(alike)
     if told is None:
         kept = None if here is None else dataclasses.replace(here, kept=None, run=None)
