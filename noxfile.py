@@ -309,6 +309,35 @@ def torch(session: nox.Session, end: str) -> None:
     session.run("python", "-m", "pytest", *(f"tests/{room}" for room in rooms), *serving, "-n", "2", *session.posargs)
 
 
+ENGINES = ("vllm==0.33.0", "sglang==0.5.23")
+BESIDE_ENGINES = (
+    *("aiohttp", "aiohappyeyeballs", "aiosignal", "apache-tvm-ffi", "cachetools", "cbor2", "einops", "frozenlist"),
+    *(
+        "llguidance",
+        "msgspec",
+        "multidict",
+        "openai-harmony",
+        "partial-json-parser",
+        "propcache",
+        "psutil",
+        "py-cpuinfo",
+    ),
+    *("pybase64", "pyzmq", "uvloop", "xgrammar==0.2.8", "yarl"),
+)
+"""What vLLM's layers import. Its own list would bring another torch, and kernels for GPUs."""
+
+
+@nox.session(reuse_venv=True, default=False)
+def engines(session: nox.Session) -> None:
+    """Install vLLM and SGLang without what needs a GPU, and drive their own classes with polyattn behind them."""
+    if session.venv_backend == "none":
+        session.skip("installs engines of 400 MB: run it without --no-venv")
+    install(session, *EVERYTHING)
+    session.install("--no-deps", *ENGINES, *BESIDE_ENGINES)
+    names = ("vllm", "sglang")
+    session.run("python", "-m", "pytest", *(f"tests/integrations/test_{name}.py" for name in names), *session.posargs)
+
+
 @nox.session(python="3.11", reuse_venv=True, default=False)
 def oldest(session: nox.Session) -> None:
     """Run the command line with the oldest pluggy, packaging, typer, rich and PyYAML that core's metadata admit."""

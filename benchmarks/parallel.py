@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import random
 import statistics
@@ -27,9 +28,19 @@ from torch import Tensor
 import polyattn
 from polyattn.distributed import init_mesh
 from polyattn.nn import RingAttention, UlyssesAttention
+from polyattn.serving.attention.backend import AttentionBackend
+from polyattn.serving.attention.workspace import Limits
+from polyattn.serving.kv_cache.pages import PageAllocator
+from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
+from polyattn.serving.layer import AttentionLayer
+from polyattn.serving.step.batch import ForwardBatch, ForwardMode
+from polyattn.serving.step.requests import RequestTable
 
 H, D, ROUNDS, CALLS = 24, 128, 7, 3
 Row = Callable[[], Any]
+Rows = dict[str, Row]
+Inside = dict[str, Callable[[], contextlib.AbstractContextManager[None]]]
+"""Rows that are called in a context, which is entered before the clock starts."""
 
 
 class Job:
@@ -69,16 +80,19 @@ class Job:
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         return float(spent)
 
-    def rows(self, rows: dict[str, Row]) -> dict[str, float]:
+    def rows(self, rows: Rows, inside: Inside | None = None) -> dict[str, float]:
         """All of them, warm and in rounds."""
+        around = {name: (inside or {}).get(name, contextlib.nullcontext) for name in rows}
         for _ in range(2):
-            for call in rows.values():
-                call()
+            for name, call in rows.items():
+                with around[name]():
+                    call()
         found: dict[str, list[float]] = {name: [] for name in rows}
         order = random.Random(0)  # the same on all ranks
         for _ in range(ROUNDS):
             for name in order.sample(list(rows), len(rows)):
-                found[name].append(self.timed(rows[name]))
+                with around[name]():
+                    found[name].append(self.timed(rows[name]))
         return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -103,17 +117,18 @@ def no_grad(call: Callable[..., Any], *inputs: Any, **given: Any) -> Row:
 
 
 @contextlib.contextmanager
-def torchs_own(job: Job, buffers: list[Tensor]) -> Iterator[None]:
-    """torch's context parallelism; inputs are cut by us, as ranks hold them."""
+def torchs_own(job: Job, backend: Any) -> Iterator[None]:
+    """torch's context parallelism. The call's tensors are cut already, as ranks hold them; one buffer is wanted."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _cp_options
 
     _cp_options.enable_load_balance = False  # it takes causal calls only
-    with context_parallel(job.ring, buffers=buffers, buffer_seq_dims=[2] * len(buffers)):
+    one = [torch.zeros(2 * job.world, device=job.device)]
+    with torch.nn.attention.sdpa_kernel(backend), context_parallel(job.ring, buffers=one, buffer_seq_dims=[0]):
         yield
 
 
-def transfers(job: Job, shard: list[Tensor]) -> dict[str, Row]:
+def transfers(job: Job, shard: list[Tensor]) -> Rows:
     """What layers exchange, by itself: a tensor's all-to-all, and keys and values with the neighbours."""
     flat, into = shard[0].flatten(), torch.empty_like(shard[0]).flatten()
     coming = [torch.empty_like(one) for one in shard[1:]]
@@ -139,7 +154,7 @@ def at(job: Job, tokens: int, *, with_torch: bool) -> dict[str, Any]:
     shard, whole, few = job.tensors(part), job.tensors(part * job.world), job.tensors(part * job.world, heads)
     ulysses, ring = UlyssesAttention(job.ulysses), RingAttention(job.ring)
     step = polyattn.bind_part(backward=False)
-    rows: dict[str, Row] = {
+    rows: Rows = {
         "one device": no_grad(polyattn.attention, *whole),
         "kernel of Ulysses": no_grad(polyattn.attention, *few),
         "step of a ring": lambda: step.forward(*shard),
@@ -148,17 +163,14 @@ def at(job: Job, tokens: int, *, with_torch: bool) -> dict[str, Any]:
         "ring": no_grad(ring, *shard, lengths=lengths),
         **transfers(job, shard),
     }
+    inside: Inside = {}
     if with_torch:
         heads_first = [one.transpose(1, 2).contiguous() for one in shard]
-        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
-            backend = getattr(torch.nn.attention.SDPBackend, name)
-
-            def call(backend: Any = backend) -> None:
-                with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend), torchs_own(job, []):
-                    torch.nn.functional.scaled_dot_product_attention(*heads_first)
-
-            rows[f"torch context_parallel, {name}"] = call
-    found = job.rows(rows)
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION") if job.cuda else ("FLASH_ATTENTION",):
+            row = f"torch context_parallel, {name}"
+            rows[row] = no_grad(torch.nn.functional.scaled_dot_product_attention, *heads_first)
+            inside[row] = functools.partial(torchs_own, job, getattr(torch.nn.attention.SDPBackend, name))
+    found = job.rows(rows, inside)
     del whole, few, shard
     shard, whole = job.tensors(part, train=True), job.tensors(part * job.world, train=True)
     trained = {
@@ -183,6 +195,48 @@ def at(job: Job, tokens: int, *, with_torch: bool) -> dict[str, Any]:
         },
         "served_by": polyattn.explain(polyattn.attention, *job.tensors(part * job.world, heads)).id,
         "step_served_by": polyattn.explain(step, *job.tensors(part)).id,
+    }
+
+
+def decoder(job: Job, keys: int, mesh: Any = None) -> Row:
+    """A layer's decode step of one request with so many keys on this rank."""
+    layer = AttentionLayer(0, heads=32, kv_heads=8, head_dim=D)
+    dtype, page = (torch.bfloat16, 64) if job.cuda else (torch.float32, 16)
+    pages = keys // page + 2
+    pool = KVPool([layer], KVCacheConfig(page_size=page), pages, dtype=dtype, device=job.device)
+    table = RequestTable(1, keys + page, page, [-1], [PageAllocator(pages)], job.device)
+    limits = Limits(max_sequences=1, max_tokens=1, max_seqlen=keys)
+    backend = AttentionBackend([layer], pool, table, limits=limits, ranks=mesh)
+    row = table.add()
+    table.extend(row, keys)
+    batch = ForwardBatch(ForwardMode.DECODE, [row], [keys], [1])
+    backend.init_forward_metadata(batch)
+    query = torch.randn(1, 32, D, dtype=dtype, device=job.device)
+
+    def run() -> None:
+        backend.forward_decode(query, None, None, layer, batch)
+
+    return run
+
+
+def decoding(job: Job, keys: int) -> dict[str, Any]:
+    """A decode step over the ranks, beside one device and what ranks exchange."""
+    result = torch.zeros(1, 32, D + 1, device=job.device)
+    parts = [torch.empty_like(result) for _ in range(job.world)]
+    with torch.no_grad():
+        found = job.rows(
+            {
+                "one device": decoder(job, keys),
+                "this rank's keys": decoder(job, keys // job.world),
+                "over the ranks": decoder(job, keys // job.world, job.ring),
+                "exchange": lambda: dist.all_gather(parts, result, group=job.ring.get_group()),
+            }
+        )
+    most = found["one device"] / job.world + 1.1 * found["exchange"]
+    return {
+        "keys": keys,
+        "ms": found,
+        "over the ranks / (a share of one device + 1.1 exchange), at most 1": found["over the ranks"] / most,
     }
 
 
@@ -226,8 +280,9 @@ def main() -> None:
         "ranks": job.world,
         "torch": torch.__version__,
         "shape": f"B1 H{H} D{D}",
-        "sizes": [at(job, size, with_torch=job.cuda) for size in sizes],
+        "sizes": [at(job, size, with_torch=True) for size in sizes],
     }
+    result["decode"] = decoding(job, 1024 if given.small else 131_072)
     if given.trace:
         result["trace"] = traced(job, sizes[0], given.trace)
     if job.rank == 0:

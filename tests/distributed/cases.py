@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import polyattn
 from polyattn.distributed import exchange as exchange_module
 from polyattn.distributed import init_mesh
 from polyattn.distributed import ring as ring_module
@@ -24,6 +29,7 @@ from polyattn.serving.kv_cache.pool import KVCacheConfig, KVPool
 from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.step.batch import ForwardBatch, ForwardMode
 from polyattn.serving.step.requests import RequestTable
+from polyattn.video import Place
 
 B, D = 2, 16
 DEVICE = torch.device("cpu")
@@ -50,6 +56,7 @@ class Setting:
     declared: bool = False
     backend: str | None = None
     dims: tuple[int, int] = (D, 8)
+    kv: str = "ring"
 
     @property
     def ranks(self) -> int:
@@ -133,7 +140,7 @@ def close(found: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtyp
 
 def layer_of(setting: Setting, **options: Any) -> USPAttention:
     mesh = options.pop("mesh", None) or init_mesh(ring=setting.ring, ulysses=setting.ulysses)
-    given: dict[str, Any] = {"causal": setting.causal, "return_lse": True, "order": setting.order}
+    given: dict[str, Any] = {"causal": setting.causal, "return_lse": True, "order": setting.order, "kv": setting.kv}
     given |= {"backend": setting.backend, "timeout": 30.0, **options}
     return USPAttention(mesh, **given)
 
@@ -199,6 +206,18 @@ def _spread() -> dict[str, Setting]:
         several |= {"bfloat16": {"dtype": torch.bfloat16}, "declared": {"declared": True}}
         for words, changes in several.items():
             found[f"{name} {words}"] = dataclasses.replace(base, **changes)
+        if ring > 1:
+            for words, changes in several.items():
+                if words in (
+                    "plain",
+                    "causal",
+                    "zigzag",
+                    "causal segments",
+                    "text front causal",
+                    "text back",
+                    "heads 8:1",
+                ):
+                    found[f"{name} {words} gathered"] = dataclasses.replace(base, kv="gather", **changes)
         empty = (0, *base.lengths[1:]) if ring == 1 else (*base.lengths[:-1], 0)
         found[f"{name} empty"] = dataclasses.replace(base, lengths=empty)
         found[f"{name} empty causal text"] = dataclasses.replace(base, lengths=empty, causal=True, text="front")
@@ -356,8 +375,6 @@ def lengths_that_are_wrong() -> None:
 
 @case(2)
 def what_a_ring_refuses() -> None:
-    from polyattn.video import Place
-
     for words, options in (
         ("window=(2, 2) on a ring", {"window": (2, 2)}),
         ("chunk=4 on a ring", {"chunk": 4, "causal": True}),
@@ -454,6 +471,68 @@ def heads_that_are_exchanged() -> None:
         return right(parts[:1] + [0 * part for part in parts[1:]] if several else parts, picks, heads)
 
     seen(Setting(ulysses=2, lengths=(9, 7), heads=(8, 1)), "_summed", summed, exchange_module)
+
+
+# Methods, which see all tokens of the heads of a rank.
+
+
+def method_on_ranks(
+    name: str, options: dict[str, Any], grid: tuple[int, int, int], heads: int = 5, **learned: torch.Tensor
+) -> None:
+    """The same on ranks as on one, forward and backward, with heads that do not divide."""
+    text = (2, 3)
+    tokens = math.prod(grid) + 5
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.randn(1, tokens, heads, 16, generator=generator) for _ in range(4)]
+    sizes = (tokens - 20, 20)
+    mine = torch.arange(tokens).split(sizes)[torch.distributed.get_rank()]
+    place = Place(grid=grid, text=text, layer=0, layers=2, step=3, steps=5, tensors=learned)
+    here = {n: t[:, mine].contiguous() if t.ndim == 4 and t.shape[1] == tokens else t for n, t in learned.items()}
+    polyattn.configure(attention_backend_config={name: options})
+    try:
+        leaves = [t.clone().requires_grad_() for t in made[:3]]
+        right = polyattn.attention(*leaves, backend=name, place=place)
+        grads = torch.autograd.grad((right * made[3]).sum(), leaves)
+        own = [t[:, mine].clone().requires_grad_() for t in made[:3]]
+        layer = UlyssesAttention(_mesh("ulysses"), backend=name, timeout=30.0)
+        found = layer(*own, place=dataclasses.replace(place, tensors=here))
+        own_grads = torch.autograd.grad((found * made[3][:, mine]).sum(), own)
+    finally:
+        polyattn.configure()
+    close(found, right[:, mine], name, torch.float32)
+    for one, whole_grad in zip(own_grads, grads, strict=True):
+        close(one, whole_grad[:, mine], f"gradient of {name}", torch.float32)
+
+
+@case(2)
+def windows_of_heads() -> None:
+    reach = [1, 1, 1, 0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0]
+    method_on_ranks("window_video_attn", {"window_reach": reach, "window_tile": [1, 2, 2]}, (3, 4, 5))
+
+
+@case(2)
+def sliding_tiles_of_a_strategy() -> None:
+    windows = [(1, 2, 2), (1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)]
+    table = {
+        f"{t}_{layer}_{h}": list(windows[(h + layer) % 5]) for t in range(5) for layer in range(2) for h in range(5)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "strategy.json"
+        file.write_text(json.dumps(table))
+        method_on_ranks("sliding_tile_attn", {"mask_strategy_file_path": str(file), "skip_time_steps": 0}, (6, 16, 16))
+
+
+@case(2)
+def tiles_with_a_gate() -> None:
+    gate = torch.randn(1, 261, 5, 16, generator=torch.Generator().manual_seed(9))
+    method_on_ranks("video_sparse_attn", {"sparsity": 0.4}, (4, 8, 8), gate_compress=gate)
+
+
+@case(2)
+def a_gate_of_another_size() -> None:
+    layer = UlyssesAttention(_mesh("ulysses"), backend="video_sparse_attn", timeout=30.0)
+    place = Place(grid=(2, 2, 2), tensors={"gate_compress": torch.ones(1, 3, 4, D)})
+    raised(InvalidInputError, "'gate_compress' [1, 3, 4, 16]", call=lambda: layer(*tensors(), place=place))
 
 
 # Decoding over ranks that hold parts of the keys.

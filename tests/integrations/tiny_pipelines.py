@@ -142,6 +142,54 @@ def ltx() -> Any:
     return LTXPipeline(transformer=dit, vae=vae, scheduler=_flow(), text_encoder=_t5(), tokenizer=_tokenizer())
 
 
+def ltx2() -> Any:
+    """Video and sound, and connectors between the text encoder and the transformer."""
+    from diffusers import (
+        AutoencoderKLLTX2Audio,
+        AutoencoderKLLTX2Video,
+        LTX2Pipeline,
+        LTX2VideoTransformer3DModel,
+    )
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+
+    dit = LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, patch_size=1, patch_size_t=1, num_attention_heads=2, attention_head_dim=16,
+        cross_attention_dim=32, audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2,
+        audio_attention_head_dim=8, audio_cross_attention_dim=16, num_layers=2, qk_norm="rms_norm_across_heads",
+        caption_channels=TEXT, rope_double_precision=False, rope_type="split",
+    )  # fmt: skip
+    sizes: dict[str, Any] = {}
+    for name in ("video", "audio"):
+        sizes |= {f"{name}_connector_num_attention_heads": 4, f"{name}_connector_attention_head_dim": 8}
+        sizes |= {f"{name}_connector_num_layers": 1, f"{name}_connector_num_learnable_registers": None}
+    connectors = LTX2TextConnectors(
+        caption_channels=TEXT, text_proj_in_factor=3, connector_rope_base_seq_len=32, rope_theta=10000.0,
+        rope_double_precision=False, causal_temporal_positioning=False, rope_type="split", **sizes,
+    )  # fmt: skip
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,), layers_per_block=(1,),
+        decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False), downsample_type=("spatial",), upsample_residual=(False,),
+        upsample_factor=(1,), timestep_conditioning=False, patch_size=1, patch_size_t=1, encoder_causal=True,
+        decoder_causal=False,
+    )  # fmt: skip
+    audio_vae = AutoencoderKLLTX2Audio(
+        base_channels=4, output_channels=2, ch_mult=(1,), num_res_blocks=1, attn_resolutions=None, in_channels=2,
+        resolution=32, latent_channels=2, norm_type="pixel", causality_axis="height", dropout=0.0,
+        mid_block_add_attention=False, sample_rate=16000, mel_hop_length=160, is_causal=True, mel_bins=8,
+    )  # fmt: skip
+    vocoder = LTX2Vocoder(
+        in_channels=16, hidden_channels=32, out_channels=2, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], leaky_relu_negative_slope=0.1,
+        output_sampling_rate=16000,
+    )  # fmt: skip
+    return LTX2Pipeline(
+        transformer=dit, vae=vae, audio_vae=audio_vae, scheduler=_flow(), text_encoder=None, tokenizer=None,
+        connectors=connectors, vocoder=vocoder,
+    )  # fmt: skip
+
+
 def cogvideox() -> Any:
     from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
 
@@ -202,7 +250,7 @@ def qwen() -> Any:
 
 
 PIPELINES: dict[str, Callable[[], Any]] = {
-    made.__name__: made for made in (wan, wan22, flux, sd3, hunyuan, ltx, cogvideox, mochi, pixart, qwen)
+    made.__name__: made for made in (wan, wan22, flux, sd3, hunyuan, ltx, ltx2, cogvideox, mochi, pixart, qwen)
 }
 VIDEO = {"height": 32, "width": 32, "num_frames": 9}
 IMAGE = {"height": 16, "width": 16}
@@ -251,6 +299,19 @@ def call(name: str) -> dict[str, Any]:
             "prompt_attention_mask": torch.tensor([[1] * 5 + [0] * 3]),
         },
         "ltx": {**VIDEO, **both, **masked},
+        "ltx2": {
+            **VIDEO,
+            "prompt_embeds": _embeds(1, WORDS, 3 * TEXT),
+            "prompt_attention_mask": mask,
+            "guidance_scale": 1.0,
+            "audio_guidance_scale": 1.0,
+            "stg_scale": 0.0,
+            "audio_stg_scale": 0.0,
+            "modality_scale": 1.0,
+            "audio_modality_scale": 1.0,
+            "spatio_temporal_guidance_blocks": None,
+            "frame_rate": 25.0,
+        },
         "cogvideox": {**VIDEO, **both},
         "mochi": {**VIDEO, "num_frames": 7, **both, **masked},
         "pixart": {**IMAGE, **both, **masked, "prompt": None, "negative_prompt": None, "use_resolution_binning": False},

@@ -214,7 +214,7 @@ D = {
     ("triton", "cuda:sm90"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 4),
     ("triton", "rocm:gfx942"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 4),
     ("triton", "npu"): ("triton-ascend", ("gdn", "kda"), "", ("yes: native",) * 2 + ("no: refused",) * 2),
-    ("triton", "cpu"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 2 + ("no: refused",) * 2),
+    ("triton", "cpu"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 2 + ("no: native",) * 2),
     ("cutedsl", "cuda:sm90"): ("nvidia-cutlass-dsl", ("gdn", "kda"), "", ("yes: native",) + ("no: refused",) * 3),
     ("flashinfer", "cuda:sm90"): ("flashinfer", ("gdn",), "", ("yes: native",) * 3 + ("no: refused",)),
     ("flashinfer", "cuda:sm100"): ("flashinfer", ("gdn",), "bfloat16", ("yes: native",) * 3 + ("no: refused",)),

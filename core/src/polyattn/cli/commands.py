@@ -95,6 +95,11 @@ COMMANDS = {
         "Draw the map of a sparse video method: the keys that one query sees, frame by frame, and those of all "
         "queries.",
     ),
+    "parallel-plan": _Where(
+        "parallel_plan",
+        "parallel_plan",
+        "Predict what layers over several devices cost each rank, and say which mesh to take.",
+    ),
     "config": _Where("config_check", "config", "Check the configuration before a run does."),
 }
 """In the order of the help. The summary is the first paragraph of the command's docstring."""

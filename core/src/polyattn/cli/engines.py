@@ -22,12 +22,14 @@ class _Engine:
 
     Attributes:
         command: what runs it, the model's path last. backend: what polyattn is called there. flags: our name -> its
-            flag; what is missing here it does not have. words: values that it calls otherwise.
+            flag, empty where it says nothing there; what is missing it does not have. always: flags that polyattn
+            needs in it. words: values that it calls otherwise.
     """
 
     command: tuple[str, ...]
     backend: str
     flags: Mapping[str, str]
+    always: tuple[str, ...] = ()
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -42,7 +44,12 @@ _INSTALLED = {
     "sglang": _Engine(
         ("-m", "sglang.launch_server", "--model-path"),
         "polyattn",
-        {**{name: f"--{name.replace('_', '-')}" for name in _SAME}, "prefix_caching": "--disable-radix-cache"},
+        {
+            **{name: f"--{name.replace('_', '-')}" for name in _SAME},
+            "prefix_caching": "--disable-radix-cache",
+            "disable_cuda_graph": "",
+        },
+        ("--disable-cuda-graph",),  # of whole steps, which its backend has none of yet
         {"bf16": "bfloat16"},
     ),
     "vllm": _Engine(
@@ -64,7 +71,7 @@ _INSTALLED = {
             "speculative_draft_model_path": "--speculative-config",
             "speculative_num_steps": "",
         },
-        {"bf16": "bfloat16", "fp16": "float16"},
+        words={"bf16": "bfloat16", "fp16": "float16"},
     ),
 }
 ENGINES = ("polyattn", *_INSTALLED)
@@ -84,7 +91,7 @@ def command_of(
         ConfigError: a flag that the engine has nothing for.
     """
     kind = _INSTALLED[engine]
-    words = [sys.executable, *kind.command, model, "--attention-backend", kind.backend]
+    words = [sys.executable, *kind.command, model, "--attention-backend", kind.backend, *kind.always]
     # What this command calls settings of attention is polyattn's own in there too; the rest is the engine's.
     chosen = {option.name for option in options_of("serve") if option.setting} - set(_SAME)
     for name, value in {**own, **given}.items():

@@ -17,7 +17,7 @@ from .plan import Plan
 from .ranks import MeshRanks
 from .rounds import tell
 
-__all__ = ["Agreement", "Call", "Three", "word"]
+__all__ = ["Agreement", "Call", "Three", "is_of_heads", "word"]
 
 _TEXT_AT = ("front", "back")
 _PLANS_KEPT = 256
@@ -145,6 +145,8 @@ class Agreement:
                 "sees, and no rank of a ring has all of it. Use UlyssesAttention, whose ranks have all tokens of their "
                 "heads, or leave the place out for exact attention"
             )
+        if call.place is not None:
+            _check_place(call)
         if lengths is not None:
             lengths = [scalars.length("lengths", one) for one in lengths]
             if len(lengths) != len(self._ranks.ranks) or lengths[self._ranks.index] != query.shape[1]:
@@ -205,6 +207,22 @@ def word(name: str, given: Any, allowed: tuple[str, ...]) -> str:
             f"{name}={scalars.shown(given)} is not one of {', '.join(allowed)}.{did_you_mean(str(given), allowed)}"
         )
     return str(given)
+
+
+def is_of_heads(given: Any) -> bool:
+    """Whether what a model learned for a method is [B, S|1, H, D], and not one number for all tokens and heads."""
+    shape = tuple(getattr(given, "shape", ()))
+    return len(shape) == 4 and shape[1:3] != (1, 1)
+
+
+def _check_place(call: Call) -> None:
+    (batch, tokens, heads, _), text = call.own[0].shape, call.text is not None
+    for name, given in call.place.tensors.items():
+        if is_of_heads(given) and (given.shape[2] != heads or given.shape[1] not in ((1,) if text else (1, tokens))):
+            raise InvalidInputError(
+                f"place.tensors has {name!r} {list(given.shape)}; on ranks of a layer it is [B, S of this rank, H, D] "
+                f"= [{batch}, {tokens}, {heads}, D], or has 1 for S, as beside text, or 1 for S and H"
+            )
 
 
 def _check_text(query: Tensor, key: Tensor, value: Tensor, text: Any) -> None:

@@ -17,6 +17,7 @@ from .ranks import MeshRanks, Ranks
 
 __all__ = [
     "all_segments",
+    "heads_of_tokens",
     "join_heads",
     "picked_heads",
     "reordered",
@@ -169,6 +170,15 @@ def to_heads(plan: Plan, mesh: MeshRanks, query: Tensor, key: Tensor, value: Ten
     queries, keys = [_queries(one) for one in plan.heads], [one.keys for one in plan.heads]
     q, k, v = _ToHeads.apply(plan, mesh, (queries, keys, keys), query, key, value)  # type: ignore[no-untyped-call]
     return q, k, v
+
+
+def heads_of_tokens(plan: Plan, mesh: MeshRanks, tensor: Tensor) -> Tensor:
+    """A tensor [B, S, H, D] that goes with the queries, such as a gate, with the tokens and heads of `to_heads`."""
+    if mesh.ulysses.size == 1:
+        return tensor
+    picks = ([_queries(one) for one in plan.heads],)
+    found: tuple[Tensor] = _ToHeads.apply(plan, mesh, picks, tensor)  # type: ignore[no-untyped-call]
+    return found[0]
 
 
 def to_tokens(plan: Plan, mesh: MeshRanks, *tensors: Tensor) -> tuple[Tensor, ...]:

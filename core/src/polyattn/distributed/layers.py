@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from ..dispatch.part import Part, bind_part
 from ..errors import InvalidInputError, UnsupportedRequestError
 from ..selection.select import Selection
 from ..semantics.autograd import recording
-from .agreement import Agreement, Call, Three, word
+from .agreement import Agreement, Call, Three, is_of_heads, word
 from .exchange import (
     all_segments,
+    heads_of_tokens,
     join_heads,
     picked_heads,
     reordered,
@@ -30,10 +33,11 @@ from .exchange import (
 from .op import LAYERS, attend
 from .plan import ORDERS, Plan
 from .ranks import ranks_of
-from .ring import Ring, gradients, ring_attention
+from .ring import OTHERS, Ring, gradients, ring_attention
 
 __all__ = ["RingAttention", "USPAttention", "UlyssesAttention"]
 
+_KV = ("ring", "gather")
 _TEXT_GRADS = ("whole", "share")
 _Pair = tuple[Tensor, Tensor | None]
 _Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -53,6 +57,9 @@ class USPAttention(nn.Module):
             takes neither window nor chunk; causal is True or False, and counts the text as it lies.
         order: how tokens lie on the ring: "consecutive", which a causal ring turns into zigzag by itself, or "zigzag":
             of 2 R pieces in order, ring rank r holds number r and then number 2 R - 1 - r.
+        kv: how keys and values get to the ranks of a ring: "ring", a block after the other, each while the one before
+            is computed; or "gather", all at once, for one call over them, which short blocks and few key heads like. It
+            takes memory for all of them.
         text_grad: "whole": each rank gets the whole gradient of the text, and gives that of its results, which are the
             same on all ranks. "share": each gets and gives a share, whose sum over the ranks is the whole, as layers
             need whose gradients are summed over the ranks.
@@ -79,12 +86,14 @@ class USPAttention(nn.Module):
         backend: str | None = None,
         chunk: int = 0,
         order: str = "consecutive",
+        kv: str = "ring",
         text_grad: str = "whole",
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
         self._ranks = ranks_of(mesh, self._kind)
         self._order = word("order", order, ORDERS)
+        self._gathered = word("kv", kv, _KV) == "gather"
         self._whole = word("text_grad", text_grad, _TEXT_GRADS) == "whole"
         if not scalars.number(timeout) or timeout <= 0:
             raise InvalidInputError(f"timeout={scalars.shown(timeout)} must be a number of seconds above 0")
@@ -170,7 +179,12 @@ class USPAttention(nn.Module):
         plan, ranks = self._agreement.plan(call), self._ranks
         text = None if call.text is None else text_heads(plan, ranks, self._whole, *call.text)
         numbers = None if call.segments is None else all_segments(plan, ranks, call.segments)
-        inside = call._replace(own=to_heads(plan, ranks, *call.own), text=text)
+        place = (
+            None
+            if call.place is None
+            else self._placed(plan, call.place, functools.partial(heads_of_tokens, plan, ranks))
+        )
+        inside = call._replace(own=to_heads(plan, ranks, *call.own), text=text, place=place)
         found = self._alone(inside, numbers) if self._is_alone(call) else self._around(plan, inside, numbers)
         out, lse = found["own"]
         if lse is None or not (self._lse or call.grads):
@@ -181,6 +195,19 @@ class USPAttention(nn.Module):
             return out, lse, None, None
         words, word_lse = (None if one is None else join_heads(plan, ranks, self._whole, one) for one in found["text"])
         return out, lse, words, word_lse
+
+    def _placed(self, plan: Plan, place: Place, exchange: Callable[[Tensor], Tensor]) -> Place:
+        """A place as a method on the heads of this rank sees it. What the model learned for each token and head is
+        exchanged as queries are."""
+        mine = plan.heads[self._ranks.ulysses.index]
+
+        def here(given: Any) -> Any:
+            if not is_of_heads(given):
+                return given
+            return given[:, :, mine.start : mine.stop] if given.shape[1] == 1 else exchange(given)
+
+        tensors = {name: here(given) for name, given in place.tensors.items()}
+        return dataclasses.replace(place, heads=(mine.start, plan.query_heads), tensors=tensors)
 
     def _is_alone(self, call: Call) -> bool:
         """Whether one call has all tokens, and autograd goes through it. Else parts compute it."""
@@ -212,7 +239,7 @@ class USPAttention(nn.Module):
 
     def _ring(self, plan: Plan, text_at: str, *, trained: bool) -> Ring:
         full, causal = self._parts[False, trained], self._parts[True, trained]
-        return Ring(plan, self._ranks.ring, full, causal, self._causal, text_at == "front")
+        return Ring(plan, self._ranks.ring, full, causal, self._causal, text_at == "front", self._gathered)
 
     # What the custom op of compiled code calls, without autograd.
 
@@ -268,11 +295,17 @@ class USPAttention(nn.Module):
 
         if self._is_alone(call):
             tokens = sum(plan.lengths) + plan.text
-            return explained(self._site, tokens, tokens, place=call.place)
+
+            def like(given: Tensor) -> Tensor:
+                return given.new_empty(given.shape[0], tokens, counts[0], given.shape[3])
+
+            place = None if call.place is None else self._placed(plan, call.place, like)
+            return explained(self._site, tokens, tokens, place=place)
         ring = self._ring(plan, call.text_at, trained=trained)
         tokens = plan.tokens(plan.computed[me])
         found = explained(ring.part(causal=self._causal), tokens, tokens)
-        for block in range(ring.ranks.size):
+        blocks = (OTHERS,) if self._gathered else range(ring.ranks.size)
+        for block in blocks if ring.ranks.size > 1 else ():
             for (start, stop), keys, causal in ring.visible(me, block) if block != me else ():
                 found += explained(ring.part(causal=causal), stop - start, keys)
         return found
@@ -282,6 +315,7 @@ class USPAttention(nn.Module):
         default = Static()._asdict()
         changed = {k: v for k, v in self._site.static._asdict().items() if v != default[k]}
         sizes = f"ring={self._ranks.ring.size}, ulysses={self._ranks.ulysses.size}, order={self._order!r}"
+        sizes += ", kv='gather'" if self._gathered else ""
         return ", ".join([sizes, *(f"{k}={v!r}" for k, v in changed.items())])
 
 

@@ -8,7 +8,8 @@ Gradients of keys and values go straight to their owner, who sums them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +20,20 @@ from ..dispatch.part import Part
 from ..semantics.autograd import attention_backward, refuse_second
 from ..semantics.merge_lse import merge, merge_shares
 from .exchange import wide
-from .plan import Plan, Split, visible
+from .plan import Plan, Span, Split, visible
 from .ranks import Ranks
 
-__all__ = ["Ring", "gradients", "merge_over", "ring_attention"]
+__all__ = ["OTHERS", "Ring", "gradients", "merge_over", "ring_attention"]
+
+
+OTHERS = -1
+"""In the place of a rank: all others, whose keys are gathered."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ring:
-    """A call on the ranks of a ring. full, causal: the bound parts. front: the text comes first."""
+    """A call on the ranks of a ring. full, causal: the bound parts. front: the text comes first. gathered: keys and
+    values do not go round: each rank gets those of all others at once, and computes one call over them."""
 
     plan: Plan
     ranks: Ranks
@@ -35,11 +41,31 @@ class Ring:
     causal: Part
     masked: bool
     front: bool
+    gathered: bool
 
     def visible(self, queries: int, keys: int) -> list[Split]:
-        """What the queries of a rank see of the block of another."""
-        computed = self.plan.computed
-        return visible(computed[queries], computed[keys], causal=self.masked)
+        """What the queries of a rank see of the block of another, or of `OTHERS`."""
+        spans = [span for span, _, _ in self.others] if keys == OTHERS else self.plan.computed[keys]
+        return visible(self.plan.computed[queries], spans, causal=self.masked)
+
+    @functools.cached_property
+    def others(self) -> list[tuple[Span, int, Span]]:
+        """(positions, rank, rows of its block) of all keys that other ranks have, in the order of positions."""
+        found = []
+        for rank, spans in enumerate(self.plan.computed):
+            row = 0
+            for start, stop in spans if rank != self.ranks.index else ():
+                found.append(((start, stop), rank, (row, row + stop - start)))
+                row += stop - start
+        return sorted(found)
+
+    def sorted_others(self, blocks: Mapping[int, Tensor]) -> Tensor:
+        """The blocks [B, S, ...] of all other ranks as one, in the order of positions."""
+        return _cat([blocks[rank][:, start:stop] for _, rank, (start, stop) in self.others])
+
+    def reach(self, queries: int, keys: int) -> int:
+        """How many keys of a rank's block the queries of another see, its first ones."""
+        return max((one.keys for one in self.visible(queries, keys)), default=0)
 
     def part(self, *, causal: bool) -> Part:
         """The part that computes a call."""
@@ -159,30 +185,52 @@ def _cat(parts: list[Tensor]) -> Tensor:
 
 
 def _blocks(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The blocks of the other ranks as they come, each while the next one is on its way; first nothing of them, so
-    that a rank can do its own work meanwhile."""
+    """The blocks of the other ranks as they come, each while the next one is on its way; its own first, so that a rank
+    has something to do meanwhile."""
     ranks, plan = ring.ranks, ring.plan
+    if ring.gathered and ranks.size > 1:
+        yield from _all_blocks(ring, key, value)
+        return
     held = key, value
     for step in range(1, ranks.size + 1):
         works, coming = [], held
         if step < ranks.size:
-            block = (ranks.index - step) % ranks.size
-            tokens = plan.tokens(plan.computed[block])
-            coming = (
-                key.new_empty(key.shape[0], tokens, *key.shape[2:]),
-                value.new_empty(value.shape[0], tokens, *value.shape[2:]),
-            )
-            works = _transfer(ranks, held, 1, coming, -1)
+            coming = _room(plan.tokens(plan.computed[(ranks.index - step) % ranks.size]), key, value)
+            works = _transfer(ranks, {1: held}, {-1: coming})
         yield (ranks.index - step + 1) % ranks.size, *held
         for work in works:
             work.wait()
         held = coming
 
 
-def _transfer(ranks: Ranks, sent: Any, to: int, coming: Any, source: int) -> list[Any]:
-    """Send tensors to the rank `to` steps further, and receive others. What is empty is not sent."""
-    ops = [dist.P2POp(dist.isend, t, ranks.peer(to), ranks.group) for t in sent if t.numel()]
-    ops += [dist.P2POp(dist.irecv, t, ranks.peer(source), ranks.group) for t in coming if t.numel()]
+def _all_blocks(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The own block, while all others come; then those as one."""
+    ranks, computed = ring.ranks, ring.plan.computed
+    steps = range(1, ranks.size)
+    coming = {step: _room(Plan.tokens(computed[(ranks.index + step) % ranks.size]), key, value) for step in steps}
+    works = _transfer(ranks, dict.fromkeys(steps, (key, value)), coming)
+    yield ranks.index, key, value
+    for work in works:
+        work.wait()
+    blocks = {(ranks.index + step) % ranks.size: pair for step, pair in coming.items()}
+    k, v = (ring.sorted_others({rank: pair[i] for rank, pair in blocks.items()}) for i in range(2))
+    yield OTHERS, k, v
+
+
+def _room(tokens: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """For keys and values that come."""
+    k, v = (one.new_empty(one.shape[0], tokens, *one.shape[2:]) for one in (key, value))
+    return k, v
+
+
+def _transfer(ranks: Ranks, sent: Mapping[int, Any], coming: Mapping[int, Any]) -> list[Any]:
+    """Send tensors to the ranks that are so many steps further, and receive others. What is empty is not sent."""
+    ops = [
+        dist.P2POp(dist.isend, t, ranks.peer(to), ranks.group) for to, some in sent.items() for t in some if t.numel()
+    ]
+    ops += [
+        dist.P2POp(dist.irecv, t, ranks.peer(at), ranks.group) for at, some in coming.items() for t in some if t.numel()
+    ]
     works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
     return works
 
@@ -190,7 +238,8 @@ def _transfer(ranks: Ranks, sent: Any, to: int, coming: Any, source: int) -> lis
 def _segments(ring: Ring, segments: Any, block: int, rows: tuple[int, int], keys: int) -> Any:
     if segments is None:
         return None
-    return segments[ring.ranks.index][:, rows[0] : rows[1]].contiguous(), segments[block][:, :keys].contiguous()
+    theirs = ring.sorted_others(dict(enumerate(segments))) if block == OTHERS else segments[block]
+    return segments[ring.ranks.index][:, rows[0] : rows[1]].contiguous(), theirs[:, :keys].contiguous()
 
 
 def forward(ring: Ring, tensors: Any, segments: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -279,7 +328,7 @@ def _backward(ring: Ring, given: dict[str, tuple[Tensor, ...]], segments: Any) -
     totals = {name: [torch.zeros_like(t, dtype=wide(t)) for t in one[:3]] for name, one in given.items()}
     query, key, value, out, lse, dout = (t.contiguous() for t in given["own"])
     dquery, dkey, dvalue = totals["own"]
-    arriving: list[tuple[list[Any], tuple[Tensor, Tensor], Any]] = []
+    arriving: list[Any] = []
     for step, (block, k, v) in enumerate(_blocks(ring, key, value)):
         if not query.shape[2]:
             continue
@@ -287,26 +336,40 @@ def _backward(ring: Ring, given: dict[str, tuple[Tensor, ...]], segments: Any) -
             _own_backward(ring, given, segments, totals)
             continue
         found = _block_backward(ring, (query, out, lse, dout, dquery), block, k, v, segments)
-        # What this rank's keys got from the rank that is as far ahead as this block's owner is behind.
-        source = (me + step) % ranks.size
-        reach = max((one.keys for one in ring.visible(source, me)), default=0)
-        coming = (
-            key.new_empty(key.shape[0], reach, *key.shape[2:]),
-            value.new_empty(value.shape[0], reach, *value.shape[2:]),
-        )
-        works = _transfer(ranks, found, -step, coming, step)
+        if block == OTHERS:
+            sent = _by_owner(ring, found)
+        else:  # what this rank's keys got comes from the rank that is as far ahead as this block's owner is behind
+            sent = {-step: found}
+        coming = {-to: _room(ring.reach((me - to) % ranks.size, me), key, value) for to in sent}
+        works = _transfer(ranks, sent, coming)
         _arrived(arriving, dkey, dvalue)  # of the last step, whose transfer this step's kernels hid
-        arriving = [(works, coming, found)]
+        arriving = [(works, coming, sent)]
     _arrived(arriving, dkey, dvalue)
     return {name: tuple(t.to(one[0].dtype) for t in totals[name]) for name, one in given.items()}
 
 
 def _arrived(arriving: list[Any], dkey: Tensor, dvalue: Tensor) -> None:
-    for works, (dk, dv), _ in arriving:
+    for works, coming, _ in arriving:
         for work in works:
             work.wait()
-        dkey[:, : dk.shape[1]] += dk
-        dvalue[:, : dv.shape[1]] += dv
+        for dk, dv in coming.values():
+            dkey[:, : dk.shape[1]] += dk
+            dvalue[:, : dv.shape[1]] += dv
+
+
+def _by_owner(ring: Ring, found: tuple[Tensor, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Gradients of the first of all other ranks' keys, by the steps to those that own them."""
+    parts: dict[int, list[tuple[Tensor, ...]]] = {step: [] for step in range(1, ring.ranks.size)}
+    row = 0
+    for (start, stop), rank, _ in ring.others:
+        rows = slice(row, row + stop - start)
+        parts[(rank - ring.ranks.index) % ring.ranks.size].append(tuple(one[:, rows] for one in found))
+        row = rows.stop
+
+    def joined(pairs: list[tuple[Tensor, ...]], i: int) -> Tensor:
+        return _cat([pair[i] for pair in pairs]).contiguous()
+
+    return {step: (joined(pairs, 0), joined(pairs, 1)) for step, pairs in parts.items() if pairs}
 
 
 def _block_backward(
@@ -315,7 +378,7 @@ def _block_backward(
     """The gradients of another rank's block, as far as this rank's queries see it; those of queries are added up."""
     query, out, lse, dout, dquery = own
     calls = ring.visible(ring.ranks.index, block)
-    reach = max((one.keys for one in calls), default=0)
+    reach = ring.reach(ring.ranks.index, block)
     totals = [torch.zeros_like(t[:, :reach], dtype=wide(t)) for t in (k, v)] if len(calls) > 1 else []
     dk, dv = k[:, :0], v[:, :0]
     for (start, stop), keys, causal in calls:

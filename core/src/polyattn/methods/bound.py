@@ -217,7 +217,7 @@ class _Shared:
         self.place = place
         self._key: tuple[Hashable, ...] = (
             *(place.grid, place.text, place.valid_text, place.layers),
-            *(place.step, place.steps, place.branch, place.role),
+            *(place.step, place.steps, place.branch, place.role, place.heads),
         )
 
     def __hash__(self) -> int:

@@ -103,7 +103,7 @@ class Memory:
         graphs: bool | Callable[[], DeviceGraph] = True,
         **choices: Any,
     ) -> None:
-        cache = _in_shared_layout(runner, cache, pages, **choices)
+        cache = _in_shared_layout(runner, cache, pages, **{n: c for n, c in choices.items() if n != "linear"})
         self.pool = KVPool(
             runner.layers, cache, pages, dtype=runner.dtype, device=runner.device, requests=rows, drafts=drafts
         )

@@ -29,7 +29,7 @@ from ...semantics.block_maps import check_block_map
 from ...semantics.validation import LinearOptions, check_linear
 from ..trace_requests import observed
 
-__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "recording", "refuse_second"]
+__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "refuse_second"]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:

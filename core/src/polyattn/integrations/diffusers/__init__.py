@@ -5,8 +5,8 @@
   calls. `processors.py`: layers whose code calls torch's SDPA itself.
 - `families.py`: where a model puts its video and its text. `places.py`: hooks that tell a call its place.
 - `rules.py`: other backends for some steps, layers, roles and branches. `components.py`: `prepare`. `reports.py`:
-  `report`. `what_if.py`: who would serve a pipeline that is not run. `folders.py`: pipelines in folders.
-  `saving.py`: files of images and videos.
+  `report`. `what_if.py`: who would serve a pipeline that is not run. `folders.py`: pipelines in folders, read with and
+  without their weights. `saving.py`: files of images and videos.
 
 What it does and refuses: docs/diffusers.md.
 """

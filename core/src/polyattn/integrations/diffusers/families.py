@@ -27,11 +27,13 @@ class Family:
         grid: takes the model and what it was called with, gives (T, H, W); None where the tokens are on no grid.
         text: where text tokens are that are attended together with the video: "front", "back", or "" where text is
             another sequence.
+        beside: names of layers in the blocks that attend over something else, sound for example.
     """
 
     blocks: tuple[str, ...]
     grid: Callable[[Any, Given], Grid | None]
     text: str = ""
+    beside: tuple[str, ...] = ()
 
 
 def _patched(frames: int, height: int, width: int, patch: tuple[int, int, int]) -> Grid:
@@ -89,6 +91,7 @@ def _image_shapes(model: Any, given: Given) -> Grid | None:
 
 
 _BLOCKS = ("transformer_blocks",)
+_SOUND = "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"
 _DOUBLE_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
 
 FAMILIES: dict[str, Family] = {
@@ -99,7 +102,7 @@ FAMILIES: dict[str, Family] = {
     "MochiTransformer3DModel": Family(_BLOCKS, _video, "back"),
     "CogVideoXTransformer3DModel": Family(_BLOCKS, _frames_first, "front"),
     "LTXVideoTransformer3DModel": Family(_BLOCKS, _named_sizes),
-    "LTX2VideoTransformer3DModel": Family(_BLOCKS, _named_sizes),
+    "LTX2VideoTransformer3DModel": Family(_BLOCKS, _named_sizes, beside=_SOUND),
     "FluxTransformer2DModel": Family(_DOUBLE_AND_SINGLE, _position_ids, "front"),
     "SD3Transformer2DModel": Family(_BLOCKS, _image, "back"),
     "QwenImageTransformer2DModel": Family(_BLOCKS, _image_shapes, "front"),

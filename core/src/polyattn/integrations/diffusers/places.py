@@ -30,8 +30,29 @@ from .rules import ROLES, Rules
 __all__ = ["HERE", "Denoising", "Part", "Told", "placed"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
-_METHODS = "set_timesteps", "step"
-"""Of a scheduler."""
+_watching: weakref.WeakKeyDictionary[Any, Denoising] = weakref.WeakKeyDictionary()
+"""Scheduler -> who is told what it does. Copies that a pipeline makes of a scheduler are not in it."""
+
+
+@functools.lru_cache(maxsize=256)
+def _watched(kind: Any) -> type:
+    """Make a class of schedulers that tells its watcher of a call once it is done. The functions are those of a class,
+    not of the object: a copy of the object calls them for itself."""
+
+    def told(name: str) -> Callable[..., Any]:
+        method = getattr(kind, name)
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = method(self, *args, **kwargs)
+            if (watcher := _watching.get(self)) is not None:
+                getattr(watcher, f"after_{name}")()
+            return found
+
+        return call
+
+    names = "set_timesteps", "step"
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **{name: told(name) for name in names}})
 
 
 class _Here(threading.local):
@@ -73,17 +94,19 @@ class Denoising:
     """One pipeline's denoising, from `set_timesteps` to the last `step` of its scheduler.
 
     Args:
-        pipe: whose `scheduler` it is; the two methods of that one are wrapped until `end`, and a scheduler that is put
-            in its place is followed.
+        pipe: whose `scheduler` it is; that one has a class that tells of its calls until `end`, and a scheduler that is
+            put in its place is followed.
 
     Attributes:
         step: number of the step that runs, None before the first `set_timesteps`. steps: how many there are.
+        number: of the run; one is over with its last step. What encodes text runs before `set_timesteps`.
     """
 
     def __init__(self, pipe: Any, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
         self.step: int | None = None
         self.steps: int | None = None
+        self.number = 0
         self._pipe = weakref.ref(pipe)
         self._scheduler: Any = None
         self.follow()
@@ -95,40 +118,43 @@ class Denoising:
         if scheduler is self._scheduler:
             return
         begun = self._scheduler is not None
-        self._unwrap()
+        self._leave_scheduler()
         self._scheduler = scheduler
-        for name in _METHODS if scheduler is not None else ():
-            setattr(scheduler, name, self._wrapped(getattr(scheduler, name), getattr(self, f"_after_{name}")))
+        if scheduler is not None:
+            kind: Any = type(scheduler)
+            scheduler.__class__ = _watched(kind)
+            _watching[scheduler] = self
         if begun and scheduler is not None and len(scheduler.timesteps):
-            self._after_set_timesteps()
+            self.after_set_timesteps()
 
-    def _wrapped(self, method: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            found = method(*args, **kwargs)
-            after()
-            return found
-
-        return run
-
-    def _after_set_timesteps(self) -> None:
+    def after_set_timesteps(self) -> None:
+        """A run of the pipeline begins."""
+        if self.step:  # the last run was broken off
+            self.number += 1
         self.step, self.steps = 0, len(self._scheduler.timesteps)
         for part in self.parts:
             part.begin(self.steps)
 
-    def _after_step(self) -> None:
-        self.step = (self.step or 0) + 1
+    def after_step(self) -> None:
+        """A step is done."""
+        # Some pipelines step twice for one pass, for sound beside the video.
+        done, last = (self.step or 0) + 1, max((self.steps or 1) - 1, 0)
+        self.step = min(done, last)
+        if done > last:
+            self.step, self.number = 0, self.number + 1
         for part in self.parts:
             part.check_reached()
             part.passes = 0
 
-    def _unwrap(self) -> None:
-        for name in _METHODS if self._scheduler is not None else ():
-            vars(self._scheduler).pop(name, None)
+    def _leave_scheduler(self) -> None:
+        if self._scheduler is not None:
+            _watching.pop(self._scheduler, None)
+            self._scheduler.__class__ = type(self._scheduler).__mro__[1]
 
     def end(self) -> None:
-        """Give the scheduler its methods back, and end the runs."""
-        self._unwrap()
+        """Give the scheduler its class back, and end the runs."""
+        self._leave_scheduler()
+        self._scheduler = None
         for part in self.parts:
             part.run.end()
 
@@ -160,7 +186,7 @@ class Part:
         self.told: dict[tuple[Any, ...], Told] = {}
         self.valid: dict[Any, int | None] = {}
         self.pretend: Callable[..., Any] | None = None
-        self._layers, self._checked = layers, False
+        self._layers, self._checked, self._number = layers, False, 0
         self._point: Any = None
         self._at: dict[str, Any] = {}
         inner = getattr(model, "_orig_mod", model)
@@ -186,12 +212,14 @@ class Part:
         if hasattr(inner, "cache_context"):
             inner.cache_context = functools.partial(_Branch, self, type(inner).cache_context.__get__(inner))
 
+    def __deepcopy__(self, memo: Any) -> Part:
+        return self  # a copy of the model, whose hooks are copied with it, is the same component
+
     def begin(self, steps: int | None) -> None:
         """Begin a run: what methods kept of the last one is forgotten."""
         self.run.end()
         self.run = Run(steps=steps, layers=self.blocks or None)
-        self.passes, self.ran, self.traced = 0, False, False
-        self.told, self._checked = {}, False
+        self.passes, self.ran, self.traced, self._checked = 0, False, False, False
         if steps is not None:
             for rule in self.rules.others:
                 if rule.kind == "steps" and rule.beyond(steps):
@@ -252,6 +280,8 @@ class Part:
             return
         if self.denoising is not None:
             self.denoising.follow()
+            if self._number != self.denoising.number:
+                self._number, self.told = self.denoising.number, {}
         self.valid.clear()
         inner = self._inner()
         self.grid = None if self.family is None else self.family.grid(inner, given_to(inner, args, kwargs))
@@ -293,9 +323,12 @@ def _numbers(model: Any, family: Family | None) -> dict[str, int]:
     """Number the attention layers of the blocks that attend over the video: name -> number of the block."""
     found: dict[str, int] = {}
     number = 0
-    for attribute in () if family is None else family.blocks:
+    if family is None:
+        return found
+    for attribute in family.blocks:
         for i, block in enumerate(getattr(model, attribute, ())):
-            found |= {f"{attribute}.{i}.{name}": number for name, _ in block.named_modules() if name}
+            inside = {name for name, _ in block.named_modules() if name}
+            found |= {f"{attribute}.{i}.{name}": number for name in inside - {*family.beside}}
             number += 1
     return found
 
@@ -362,14 +395,17 @@ def _tell(
 
 def _place(
     part: Part, role: str, query: Tensor, mask: Tensor | None, layout: str, tracing: bool
-) -> tuple[Place, Tensor | None]:
-    """Make the place of a call, and what is left of its mask: one of padded text is said by the place."""
+) -> tuple[Place | None, Tensor | None]:
+    """Make the place of a call, None where it is over other tokens than those of the video; and what is left of its
+    mask: one of padded text is said by the place."""
     grid = part.grid
     assert grid is not None
     assert part.family is not None
     tokens = query.shape[1 if layout == "BSHD" else 2]
     words = tokens - grid[0] * grid[1] * grid[2]
     given: dict[str, Any] = {"role": role}
+    if words < 0 or (words and not part.family.text):
+        return None, mask
     if role == "self" and words > 0 and part.family.text:
         front = part.family.text == "front"
         given["text"] = (words, 0) if front else (0, words)

@@ -119,12 +119,12 @@ def _rows(part: Part, who: str) -> list[Row]:
             method, kernels = chosen.rule, f"{chosen.request.family}: {kernels}, left dense by a rule: {why}"
         elif chosen.inner:
             method, kernels = chosen.backend, ", ".join(f"{one.request.family}: {one.id}" for one in chosen.inner)
-        alike: tuple[Any, ...] = (kept.scope[2], kernels, source, why, method, None)
+        alike: tuple[Any, ...] = (kept.scope[2], kernels, source, why, method, None, key[0] is None)
         found.setdefault(alike, []).append((key[0], kept.calls))
     for row in part.run.explain().rows:
         what = f"{', '.join(row.kernels)}" + (f", left dense by a rule: {row.why}" if row.why else "")
         density = None if row.why or row.density is None else round(row.density, 3)
-        alike = row.role, what, "", row.why, row.method, density
+        alike = row.role, what, "", row.why, row.method, density, row.layer is None
         found.setdefault(alike, []).append((row.layer, row.calls))
     return [
         Row(
@@ -138,7 +138,7 @@ def _rows(part: Part, who: str) -> list[Row]:
             method,
             density,
         )
-        for (role, backend, source, why, method, density), calls in found.items()
+        for (role, backend, source, why, method, density, _), calls in found.items()
     ]
 
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedRequestError
-from ...serving.layer import AttentionLayer
+from ...serving.layer import AttentionLayer, StateLayer
 from ..common.keywords import asked_by
 from .guard import dual_chunks
 from .keywords import HARMLESS, read_keywords
 from .probing_positions import check_positions
+from .recurrent import Shapes, calling
 from .registry import interfaces
 
 __all__ = ["PROBE", "attending", "configs_of", "probe", "reading"]
@@ -89,6 +90,7 @@ class _Notes:
     """id of a mask -> the mask (kept, so that its id stays its own) and its window, -1 = none; None = it is no causal
     mask, which is a reason to refuse only if a layer gets it."""
     layers: dict[nn.Module, AttentionLayer]
+    recurrent: Shapes = dataclasses.field(default_factory=Shapes)
 
 
 _notes: list[_Notes] = []
@@ -154,8 +156,9 @@ def _record(
     return _nothing(query, value)
 
 
-def probe(model: Any, max_positions: int = 0) -> dict[nn.Module, AttentionLayer]:
-    """Map each attention module to its `AttentionLayer`, in the order of the forward pass.
+def probe(model: Any, max_positions: int = 0) -> tuple[dict[nn.Module, AttentionLayer], tuple[StateLayer, ...]]:
+    """Map each attention module to its `AttentionLayer`, in the order of the forward pass, and describe the layers of
+    linear attention in their order.
 
     Args:
         max_positions: no position reaches it; 0 = not said.
@@ -183,14 +186,15 @@ def probe(model: Any, max_positions: int = 0) -> dict[nn.Module, AttentionLayer]
     notes = _run(model, range(TOKENS), _record)
     if not notes.layers:
         raise _refused(f"no attention call of {kind} reached polyattn", "it computes attention in its own code")
-    if len(notes.layers) != config.num_hidden_layers:
+    recurrent = notes.recurrent.layers(len(notes.layers))
+    if len(notes.layers) + len(recurrent) != config.num_hidden_layers:
         reason = f"{len(notes.layers)} of the {config.num_hidden_layers} layers of {kind} attend through the interface"
         raise _refused(reason, "what the others keep between steps is in no page")
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise _refused(f"{shared} layers of {kind} use other layers' keys", "a layer has pages of its own")
     if found := check_positions(keys, max_positions):
         raise _refused(*found)
-    return notes.layers
+    return notes.layers, recurrent
 
 
 def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:
@@ -206,7 +210,7 @@ def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:
     where = torch.tensor([list(positions)], device=model.device)
     picked = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     try:
-        with torch.no_grad(), attending(configs_of(model), PROBE):
+        with torch.no_grad(), attending(configs_of(model), PROBE), calling(model, notes.recurrent):
             model(input_ids=tokens, position_ids=where, use_cache=False, **picked)
     finally:
         _notes.pop()

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InvalidInputError
-from ...serving.layer import AttentionLayer
+from ...serving.layer import AttentionLayer, StateLayer
 from ...serving.mla import LatentAttention
+from ...serving.recurrent import RecurrentLayers
 from ..common.keywords import asked_by
 from .latent import Replacement, latent_modules
 from .latent_check import looks_latent
 from .probing import attending, configs_of, probe, reading
+from .recurrent import calling
 from .registry import interfaces
 
 if TYPE_CHECKING:
@@ -48,8 +50,9 @@ class CausalLMRunner:
             serves models whose keys change at some length, such as LongRoPE ones, up to that length.
 
     Attributes:
-        layers: its attention layers, in the order of the pass. replaced: the latent modules whose forward is replaced
-            while a step runs. vocab_size, max_positions (0 = not said), dtype, device: of the model.
+        layers: its attention layers, in the order of the pass, and then those of linear attention, `recurrent`.
+        replaced: the latent modules whose forward is replaced while a step runs. vocab_size, max_positions (0 = not
+            said), dtype, device: of the model.
 
     Raises:
         InvalidInputError: the model is training, or max_positions is not within its positions.
@@ -64,12 +67,13 @@ class CausalLMRunner:
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.max_positions: int = _positions(getattr(config, "max_position_embeddings", 0) or 0, max_positions)
-        self.modules = probe(model, self.max_positions)
+        self.modules, self.recurrent = probe(model, self.max_positions)
         self.configs = configs_of(model)
         self.replaced = tuple(latent_modules(model)) if _is_latent(self.modules, latent) else ()
-        self.layers: tuple[AttentionLayer, ...] = tuple(self.modules.values())
+        attention: tuple[AttentionLayer, ...] = tuple(self.modules.values())
         if self.replaced:
-            self.layers = tuple(entry.layer for entry in self.replaced)
+            attention = tuple(entry.layer for entry in self.replaced)
+        self.layers: tuple[AttentionLayer | StateLayer, ...] = (*attention, *self.recurrent)
         self.picks = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
@@ -86,6 +90,8 @@ class _Serving:
     def __init__(self, runner: CausalLMRunner, backend: AttentionBackend) -> None:
         self.runner, self.backend = runner, backend
         self.latent = LatentAttention(backend, backend.pool) if runner.replaced else None
+        states = backend.pool.states
+        self.recurrent = None if states is None else RecurrentLayers(states, backend.linear)
 
     @torch.no_grad()
     def __call__(
@@ -98,7 +104,11 @@ class _Serving:
         if self.latent is not None:
             self.latent.plan(batch, steps)
             replaced = Replacement(list(runner.replaced), self.latent.forward)
-        with attending(runner.configs, SERVING), replaced:
+        recurrent: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.recurrent is not None:
+            self.recurrent.plan(batch, steps)
+            recurrent = calling(runner.model, _Recurrent(self.recurrent, runner.recurrent))
+        with attending(runner.configs, SERVING), replaced, recurrent:
             token = _step.set(self)
             try:
                 out: Tensor = runner.model(
@@ -107,6 +117,23 @@ class _Serving:
             finally:
                 _step.reset(token)
         return out if keep is None or runner.picks else out[keep]
+
+
+class _Recurrent:
+    """The recurrent layers of one pass, which come in their order."""
+
+    def __init__(self, layers: RecurrentLayers, described: Sequence[StateLayer]) -> None:
+        self._layers = layers
+        self._convolved, self._ruled = ([layer.layer_id for layer in reversed(described)] for _ in range(2))
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._layers.conv(self._convolved.pop(), x[0], weight, bias)[None]
+
+    def rule(
+        self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor, method: str, qk_norm: bool
+    ) -> Tensor:
+        tensors = (t[0] for t in (query, key, value, gate, beta))
+        return self._layers.rule(self._ruled.pop(), *tensors, method=method, qk_norm=qk_norm)[None]
 
 
 def _positions(known: int, wanted: int | None) -> int:

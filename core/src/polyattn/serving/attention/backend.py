@@ -22,6 +22,7 @@ from ...semantics.validation import contents_readable
 from ...tuning import note_serving
 from ..kv_cache.pool import attention_layers
 from ..layer import AttentionLayer, StateLayer
+from ..recurrent import LinearChoice
 from ..step.batch import ForwardBatch, ForwardMode
 from .choosing import choose_layers
 from .layer_calls import Idle, Run, Split, Tokens
@@ -76,6 +77,7 @@ class AttentionBackend:
             every request, at least one, in a pool and a table of their own. Steps are decode steps of the same rows on
             all of them; `seq_lens` counts the keys of this rank. The rank that keeps the new tokens is given their keys
             and values, the others None; all get the same results.
+        linear: who serves layers of linear attention, which the model hands to `RecurrentLayers`.
 
     Raises:
         UnsupportedRequestError, BackendUnavailableError: no backend serves a phase, or the phases' do not go together;
@@ -96,13 +98,14 @@ class AttentionBackend:
         topk: int = 0,
         encoder_table: RequestTable | None = None,
         ranks: Any = None,
+        linear: LinearChoice | None = None,
     ) -> None:
         note_serving("AttentionBackend")
         layers = attention_layers(layers)
         self._ranks = None if ranks is None else _ranks_of_keys(ranks, layers)
         self._tables = Tables(layers, pool, table, encoder_table, limits)
         self.layers = {layer.layer_id: layer for layer in layers}
-        self.pool, self.limits = pool, limits
+        self.pool, self.limits, self.linear = pool, limits, linear or LinearChoice()
         self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk, parted=ranks is not None)
         self._served = choose_layers(layers, pool, self._asked)
         self._workspaces = Workspaces(pool.device)

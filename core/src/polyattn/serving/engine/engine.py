@@ -13,6 +13,7 @@ from ..graphs.graphs import DeviceGraph
 from ..kv_cache.pool import KVCacheConfig
 from ..kv_cache.prefix_cache import check_namespace
 from ..memory import Memory, Runner, check_runner
+from ..recurrent import LinearChoice
 from ..speculative import drawn_accept
 from ..step.batch import ForwardMode
 from ..step.tree import DraftTree
@@ -37,6 +38,7 @@ class EngineConfig:
         max_batch_tokens: of one step; longer prompts are run in chunks.
         prefix_caching: requests that begin alike share pages.
         backend, prefill_backend, decode_backend: as `AttentionBackend` takes them.
+        linear: who serves layers of linear attention.
         speculative: None = plain decoding.
         graphs: replay decode and verify steps from device graphs, where the device has them; steps that cannot be
             recorded run eagerly, and a warning says why. Or what makes graphs: then that is an error.
@@ -51,6 +53,7 @@ class EngineConfig:
     backend: str | None = None
     prefill_backend: str | None = None
     decode_backend: str | None = None
+    linear: LinearChoice = dataclasses.field(default_factory=LinearChoice)
     speculative: Speculative | None = None
     graphs: bool | Callable[[], DeviceGraph] = True
 
@@ -113,6 +116,7 @@ class Engine:
             "backend": config.backend,
             "prefill_backend": config.prefill_backend,
             "decode_backend": config.decode_backend,
+            "linear": config.linear,
         }
         self.memory = Memory(
             runner,

@@ -75,7 +75,9 @@ class Linear(Family):
         "tree": (True,),
         "spec_topk": (1, 4),
         "state_slots": (True,),
-        "phase": ("verify",),
+        "phase": ("verify", "extend"),
+        "s_relation": ("fewer",),
+        "causal": ("bottom_right",),
         "state_out": ("every",),
     }
     exact = staticmethod(_exact)

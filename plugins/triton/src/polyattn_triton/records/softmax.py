@@ -174,7 +174,9 @@ BACKENDS: tuple[BackendInfo, ...] = tuple(
                 requires=(TRITON[platform],),
             ),
             Provider("latent", mla_rows(platform), "polyattn_triton.latent:Latent", requires=(TRITON[platform],)),
-            Provider("polyattn-triton", linear_rows(platform), requires=(TRITON[platform],)),
+            Provider(
+                "polyattn-triton", linear_rows(platform), "polyattn_triton.linear:Linear", requires=(TRITON[platform],)
+            ),
         ),
         summary="polyattn's portable Triton kernels",
         priority=INTERPRETED if platform == "cpu" else 40,

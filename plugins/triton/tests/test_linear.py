@@ -1,0 +1,149 @@
+"""Kernels of linear attention against the recurrence that defines it: decode, prompts, drafts, slots, raw gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyattn
+
+from .test_metadata import DEVICE
+
+B, S, H, H_V, D, D_V = 3, 5, 2, 4, 12, 10
+
+
+def inputs(method: str, S: int = S, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    torch.manual_seed(9)
+    gates = (B, S, H_V, D) if method == "kda" else (B, S, H_V)
+    drawn = {
+        "query": torch.randn(B, S, H, D),
+        "key": torch.nn.functional.normalize(torch.randn(B, S, H, D), dim=-1),
+        "value": torch.randn(B, S, H_V, D_V),
+        "gate": -torch.rand(gates),
+        "beta": torch.rand(B, S, H_V),
+    }
+    return {**{name: tensor.to(DEVICE, dtype) for name, tensor in drawn.items()}, "method": method}
+
+
+def both(given: dict[str, Any], tolerance: float = 1e-5, **options: Any) -> tuple[Tensor, Tensor]:
+    """The kernels' answer, which must be the reference's."""
+    found = polyattn.linear_attention(**given, **copied(options), backend="triton")
+    right = polyattn.linear_attention(**given, **copied(options), backend="reference")
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    return found
+
+
+def copied(options: dict[str, Any]) -> dict[str, Any]:
+    return {n: o.clone() if isinstance(o, Tensor) else o for n, o in options.items()}
+
+
+def states(count: int, layout: str = "KV") -> Tensor:
+    return torch.randn(count, H_V, *((D, D_V) if layout == "KV" else (D_V, D)), device=DEVICE)
+
+
+@pytest.mark.parametrize("layout", ["KV", "VK"])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_prompts_and_decode(method: str, layout: str) -> None:
+    both(inputs(method), state=states(B, layout), state_layout=layout, scale=0.4)
+    both(inputs(method))
+    both(inputs(method, 1), state=states(B, layout), state_layout=layout, qk_norm=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves(dtype: torch.dtype) -> None:
+    out, state = both(inputs("gdn", dtype=dtype), 8e-3, state=states(B))
+    assert (out.dtype, state.dtype) == (dtype, torch.float32)
+
+
+@pytest.mark.parametrize("bound, beta_range", [(0.0, 1), (-5.0, 2)])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_raw_gates(method: str, bound: float, beta_range: int) -> None:
+    given = inputs(method)
+    given["gate"], given["beta"] = torch.randn_like(given["gate"]) * 30, torch.randn_like(given["beta"]) * 30
+    bias = torch.randn((H_V, D) if method == "kda" else (H_V,), device=DEVICE)
+    learned = {"a_log": torch.rand(H_V, device=DEVICE) - 3, "dt_bias": bias}
+    both({**given, **learned}, gate_bound=bound, beta_range=beta_range, qk_norm=True, state=states(B))
+
+
+def test_slots_are_updated_where_they_are() -> None:
+    pool, slots = states(5), torch.tensor([4, -1, 1], device=DEVICE)
+    given = inputs("gdn")
+    found, right = pool.clone(), pool.clone()
+    out, back = polyattn.linear_attention(**given, state=found, state_slots=slots, backend="triton")
+    expected, _ = polyattn.linear_attention(**given, state=right, state_slots=slots, backend="reference")
+    assert back is found
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[[0, 2, 3]], pool[[0, 2, 3]])
+    assert (out[1] == 0).all()
+
+
+def test_packed_sequences() -> None:
+    given = inputs("kda")
+    flat = {n: t.reshape(1, B * S, *t.shape[2:]) if isinstance(t, Tensor) else t for n, t in given.items()}
+    cu = torch.tensor([0, 4, 4, 5, B * S], dtype=torch.int32, device=DEVICE)
+    _, last = both(flat, cu_seqlens=cu, state=(first := states(4)))
+    assert torch.equal(last[1], first[1])
+
+
+@pytest.mark.parametrize("layout", ["KV", "VK"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_every_draft_leaves_its_state(tree: bool, layout: str) -> None:
+    parents = torch.tensor([[-1, 0, 0, 1, -1], [-1, 0, 1, 2, 3], [-1, -1, 1, 1, 2]], device=DEVICE)
+    options = {"parents": parents} if tree else {}
+    pool = states(4, layout)
+    slots = torch.tensor([2, -1, 0], device=DEVICE)
+    both(inputs("gdn"), every_state=True, state=states(B, layout), state_layout=layout, **options)
+    out, found = polyattn.linear_attention(
+        **inputs("gdn"),
+        every_state=True,
+        state=pool,
+        state_slots=slots,
+        state_layout=layout,
+        backend="triton",
+        **options,
+    )
+    alone = {n: t[2:] if isinstance(t, Tensor) else t for n, t in inputs("gdn").items()}
+    options = {"parents": parents[2:]} if tree else {}
+    right = polyattn.linear_attention(
+        **alone, every_state=True, state=pool[:1], state_layout=layout, backend="reference", **options
+    )
+    torch.testing.assert_close((out[2:], found[2:]), right, rtol=1e-5, atol=1e-5)
+    assert (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_gradients(method: str) -> None:
+    given = {n: t.requires_grad_() if isinstance(t, Tensor) else t for n, t in inputs(method).items()}
+    state = states(B, "VK").requires_grad_()
+    leaves = [state, *(t for t in given.values() if isinstance(t, Tensor))]
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        out, last = polyattn.linear_attention(**given, state=state, state_layout="VK", backend=backend)
+        return torch.autograd.grad(out.sin().sum() + last.cos().sum(), leaves)
+
+    for one, other in zip(gradients("triton"), gradients("reference"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_strided_rows_and_widths_of_one() -> None:
+    given = inputs("gdn")
+    wide = torch.randn(B, S, H, 2 * D + 3, device=DEVICE)
+    given["query"], given["key"] = (
+        wide[..., 1 : D + 1],
+        torch.nn.functional.normalize(wide[..., D + 2 : 2 * D + 2], dim=-1),
+    )
+    given["value"] = given["value"].transpose(1, 2).contiguous().transpose(1, 2)
+    both(given)
+    both({**given, "value": given["value"][..., :1], "query": given["query"][..., :1], "key": given["key"][..., :1]})
+
+
+def test_no_tokens_keep_the_state() -> None:
+    first = states(B)
+    out, last = polyattn.linear_attention(**inputs("gdn", 0), state=first, backend="triton")
+    assert out.shape == (B, 0, H_V, D_V)
+    assert torch.equal(last, first)
