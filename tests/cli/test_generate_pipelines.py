@@ -165,6 +165,17 @@ def test_the_screen_says_who_served_what(run: Run, folder: Any, tmp_path: Path) 
     assert re.search(r"transformer +self +layers 0-3 +8 +torch_sdpa@cpu", done.out)
 
 
+def test_a_name_in_the_cache_is_a_pipeline_too(run: Run, folder: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    home = tmp_path / "models--me--tiny"
+    shutil.copytree(folder("flux"), home / "snapshots" / "abc")
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    words = ("--prompt", "a cat", *SIZES["flux"], "--dry-run", "--json")
+    done = run("generate", "--model-path", "me/tiny", *words)
+    assert (done.code, done.data.get("pipeline")) == (0, "FluxPipeline"), done.out
+
+
 # ------------------------------------------------------------------------------------------- who is to serve, by flags
 
 
