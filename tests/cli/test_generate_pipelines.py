@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -162,6 +163,17 @@ def test_the_screen_says_who_served_what(run: Run, folder: Any, tmp_path: Path) 
     assert done.code == 0, done.err
     assert re.search(r"seconds per step +0\.", done.out)
     assert re.search(r"transformer +self +layers 0-3 +8 +torch_sdpa@cpu", done.out)
+
+
+def test_a_name_in_the_cache_is_a_pipeline_too(run: Run, folder: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    home = tmp_path / "models--me--tiny"
+    shutil.copytree(folder("flux"), home / "snapshots" / "abc")
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    words = ("--prompt", "a cat", *SIZES["flux"], "--dry-run", "--json")
+    done = run("generate", "--model-path", "me/tiny", *words)
+    assert (done.code, done.data.get("pipeline")) == (0, "FluxPipeline"), done.out
 
 
 # ------------------------------------------------------------------------------------------- who is to serve, by flags
@@ -433,6 +445,50 @@ def test_what_the_pipeline_itself_refuses(draw: Any, tmp_path: Path) -> None:
         done = draw("wan", "--height", "33", *more)
         assert (done.code, done.data["error"]["type"]) == (2, "ConfigError"), done.out
         assert "WanPipeline refuses its arguments: `height` and `width` have to be divisible by 16" in message(done)
+
+
+@pytest.mark.parametrize(
+    "raised, said",
+    [
+        (
+            torch.OutOfMemoryError("tried 9 GiB"),
+            "WanPipeline needs more memory than cpu has: tried 9 GiB; make it smaller",
+        ),
+        (ValueError("odd words"), "WanPipeline refuses its arguments: odd words"),
+    ],
+)
+def test_what_a_run_may_end_with(
+    draw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, said: str
+) -> None:
+    def fails(self: Any, prompt: Any = None, num_frames: int = 1, **others: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "forward", fails)
+    done = draw("wan", "--output", str(tmp_path / "a.gif"))
+    assert (done.code, done.data["error"]["type"]) == (2, "ConfigError"), done.out
+    assert said in message(done)
+
+
+def test_what_is_no_image_and_what_is_not_written(draw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = diffusers.FluxPipeline.__call__
+
+    def sings(self: Any, *args: Any, **given: Any) -> Any:
+        found = real(self, *args, **given)
+        found.audio = torch.zeros(1)
+        return found
+
+    monkeypatch.setattr(diffusers.FluxPipeline, "__call__", functools.wraps(real)(sings))
+    done = draw("flux", "--output", str(tmp_path / "a.png"))
+    assert (done.code, done.data["notes"]) == (0, ["its sound is not written"]), done.out
+    monkeypatch.setattr(diffusers.FluxPipeline, "__call__", functools.wraps(real)(lambda self, **given: object()))
+    done = draw("flux", "--output", str(tmp_path / "a.png"))
+    assert (done.code, "FluxPipeline made neither an image nor a video (object)" in message(done)) == (2, True)
+
+
+def test_a_decoder_may_have_an_override_that_only_a_run_reaches(draw: Any, tmp_path: Path) -> None:
+    words = ("--component-attention-backends", "vae=reference")
+    assert draw("flux", "--dry-run", *words).code == 0
+    assert {row[2] for row in rows(draw("flux", "--output", str(tmp_path / "a.png"), *words), "vae")} == {"reference"}
 
 
 def test_a_device_that_is_not_here(draw: Any, tmp_path: Path) -> None:

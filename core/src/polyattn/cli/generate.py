@@ -3,6 +3,7 @@ diffusers makes an image or a video instead: `pipelines.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from ..errors import ConfigError
 from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
 from . import pipelines
-from .causal_lm import load_model, load_tokenizer, runner_of, speculative_of, stop_tokens_of
+from .causal_lm import folder_of, load_model, load_tokenizer, runner_of, speculative_of, stop_tokens_of
 from .options import Device, Json, settings_of, with_options
 from .rendering import facts, panel, progress, screen, show_json
 
@@ -59,7 +60,8 @@ def generate(
         Path,
         typer.Option(
             metavar="DIR",
-            help="A folder that save_pretrained wrote: a causal LM and its tokenizer, or a pipeline of diffusers.",
+            help="A causal LM and its tokenizer, or a pipeline of diffusers: a folder that save_pretrained wrote, or a "
+            "name in Hugging Face's cache.",
             rich_help_panel=MODEL,
         ),
     ],
@@ -116,6 +118,9 @@ def generate(
     paged KV cache and one backend per phase, a pipeline a backend per component. Backends, page size and dtype that are
     not given come from the environment and the config file.
     """
+    if not model_path.is_dir():
+        with contextlib.suppress(ConfigError):  # what is in no cache either is told where the model is loaded
+            model_path = folder_of(str(model_path))
     if pipelines.is_pipeline(model_path, context):
         pipelines.draw(model_path, prompt or [], seed, device, given, as_json=as_json)
         return

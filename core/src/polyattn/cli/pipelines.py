@@ -79,6 +79,8 @@ OWN = (
 """Flags that only pipelines have."""
 OF_CALL = tuple(option.name for option in OWN if option.name not in ("fps", "dtype", "output", "dry_run"))
 """Flags that are arguments of a pipeline's call."""
+USUAL_RATE = 16
+"""Frames per second where the pipeline says none."""
 DTYPES = ("bfloat16", "float16", "float32")
 WHO = "the command line"
 
@@ -158,9 +160,9 @@ def _job(path: Path, prompts: list[str], seed: int, device: str, given: Mapping[
     if fps is not None and not (video and 1 <= fps <= 120):
         raise ConfigError(f"--fps {fps}: " + ("give 1 to 120" if video else f"{folder.pipeline} makes an image"))
     if "frame_rate" in takes:
-        fps = fps or round(takes["frame_rate"].default)
+        fps = fps or round(takes["frame_rate"].default or USUAL_RATE)
         call["frame_rate"] = fps
-    return _Job(folder, wanted, call, target, fps or 16, _dtype(given["dtype"], device), device, seed, notes)
+    return _Job(folder, wanted, call, target, fps or USUAL_RATE, _dtype(given["dtype"], device), device, seed, notes)
 
 
 def _wanted(folder: Folder, given: Mapping[str, Any]) -> tuple[Wanted, tuple[str, ...]]:
@@ -308,7 +310,11 @@ def _run(job: _Job, *, as_json: bool) -> None:
                 "--width, --num-frames) or give --dtype bfloat16"
             ) from exc
     seconds = time.perf_counter() - start
-    frames = found.frames[0] if hasattr(found, "frames") else found.images[:1]
+    frames = found.frames[0] if hasattr(found, "frames") else getattr(found, "images", [])[:1]
+    if len(frames) == 0:
+        raise ConfigError(
+            f"{job.folder.pipeline} made neither an image nor a video ({type(found).__name__}); use it from Python"
+        )
     job.target.save(frames, job.fps)
     overrides.check_components()
     silent = ("its sound is not written",) if getattr(found, "audio", None) is not None else ()

@@ -298,8 +298,9 @@ def is_ours(backend: str, asked_for: str) -> bool:
 
 def known_to_both(backends: Iterable[str]) -> list[str]:
     """List those of these backends whose name diffusers knows too."""
-    native = {member.value for member in dispatch().AttentionBackendName}
-    return [backend for backend in backends if backend in native and _ours(backend, backend_words())]
+    ours = [backend for backend in backends if _ours(backend, backend_words())]
+    native = {member.value for member in dispatch().AttentionBackendName} if ours else ()
+    return [backend for backend in ours if backend in native]
 
 
 def _ours(backend: str, words: Iterable[str]) -> bool:

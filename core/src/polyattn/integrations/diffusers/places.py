@@ -199,6 +199,10 @@ class Part:
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, always_call=True),
         ]
+        self._coders = {name: vars(inner).get(name) for name in _CODERS if callable(getattr(inner, name, None))}
+        for name in self._coders:
+            method = getattr(inner, name)
+            setattr(inner, name, functools.update_wrapper(functools.partial(_coded, self, method), method))
         joint = family is not None and bool(family.text)
         for layer, module in layers:
             number = self._numbers.get(layer)
@@ -260,6 +264,10 @@ class Part:
                 vars(module).pop(word, None)
         if (inner := self._inner()) is not None:
             vars(inner).pop("cache_context", None)
+            for name, before in self._coders.items():
+                vars(inner).pop(name, None)
+                if before is not None:
+                    setattr(inner, name, before)
         self.run.end()
 
     def _assign(self, step: int | None, steps: int | None, branch: str) -> None:
@@ -286,7 +294,8 @@ class Part:
         inner = self._inner()
         self.grid = None if self.family is None else self.family.grid(inner, given_to(inner, args, kwargs))
         denoising = self.denoising
-        step, steps = (None, None) if denoising is None else (denoising.step, denoising.steps)
+        # No step encodes or decodes.
+        step, steps = (None, None) if denoising is None or model is None else (denoising.step, denoising.steps)
         # A pipeline that names no branches has as many as its steps have passes.
         branch = self.branch or ("" if not self.passes else f"pass {self.passes}")
         if self.rules.moves():
@@ -301,6 +310,19 @@ class Part:
             self._point.__exit__(None, None, None)
             self._point = None
             self.passes, self.ran = self.passes + 1, True
+
+
+_CODERS = "encode", "decode"
+"""What pipelines call of an autoencoder in the place of `forward`, whose hooks do not see it."""
+
+
+def _coded(part: Part, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Encode or decode, with what the hooks do around `forward`."""
+    part._enter(None, args, kwargs)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        part._leave(None, None, None)
 
 
 class _Branch:
@@ -384,7 +406,7 @@ def _tell(
     """Note a call for `report`."""
     alike: tuple[Any, ...] = part.run.number(HERE.layer), scope[2], backend, None if here is None else here.text
     if here is not None and part.pretend is not None:  # of a run that is made, the run itself knows
-        alike += (here.grid, here.step, here.branch)
+        alike += (here.grid, here.step)
     told = part.told.get(alike)
     if told is None:
         kept = None if here is None else dataclasses.replace(here, kept=None, run=None)
