@@ -121,6 +121,7 @@ def generate(
         )
     from ..serving.engine import Engine, EngineConfig, SamplingParams  # it needs torch
     from ..serving.kv_cache.pool import KVCacheConfig
+    from ..serving.recurrent import LinearChoice
 
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)  # checked before anything is loaded
     model, tokenizer = _model(model_path, device), _tokenizer(model_path)
@@ -134,10 +135,16 @@ def generate(
             cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
+            linear=LinearChoice(*(given[f"linear_attn_{phase}backend"] for phase in ("", "prefill_", "decode_"))),
             speculative=None if draft is None else _speculative(_model(draft, device), needed, *levels),
             graphs=not given["disable_cuda_graph"],
         ),
     )
+    if engine.config.linear != LinearChoice() and engine.memory.pool.states is None:
+        raise ConfigError(
+            f"--linear-attn-backend, -prefill- and -decode-: {type(model).__name__} has no layer of linear attention; "
+            "leave them out"
+        )
     overrides.check_components()  # every layer is built: what reached none never will
     console = screen()
     numbers = {engine.add(tokens, params)[0]: number for number, tokens in enumerate(ids)}
