@@ -156,6 +156,22 @@ def scaling(session: nox.Session) -> None:
     shared(session, "benchmarks/scaling.py", "--small", *session.posargs)
 
 
+@nox.session(venv_backend="none", requires=["environment"], default=False)
+def hosts(session: nox.Session) -> None:
+    """Run a host's own attention tests with polyattn among its backends: `-- PATH` of a checkout of diffusers."""
+    if not session.posargs:
+        session.error("name a checkout of diffusers: nox -s hosts -- PATH [arguments of pytest]")
+    checkout, *more = session.posargs
+    tests = Path(checkout).resolve() / "tests" / "models" / "transformers"
+    if not tests.is_dir():
+        session.error(f"{checkout} has no folder tests/models/transformers; name a checkout of diffusers")
+    given = [place for place in (_env.get("PYTHONPATH"),) if place]
+    places = os.pathsep.join([*given, str(ROOT / "tests" / "hosts"), str(tests.parents[2])])
+    words = ("-p", "diffusers_backends", "-p", "no:benchmark", "-k", "polyattn", *(more or [str(tests)]))
+    with session.chdir(tests.parents[2]):
+        shared(session, "-m", "pytest", *words, env={"PYTHONPATH": places})
+
+
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""
@@ -291,6 +307,35 @@ def torch(session: nox.Session, end: str) -> None:
     rooms = ("semantics", "dispatch", "selection", "registry", "integrations")
     serving = (f"tests/serving/test_{name}.py" for name in SERVED)
     session.run("python", "-m", "pytest", *(f"tests/{room}" for room in rooms), *serving, "-n", "2", *session.posargs)
+
+
+ENGINES = ("vllm==0.33.0", "sglang==0.5.23")
+BESIDE_ENGINES = (
+    *("aiohttp", "aiohappyeyeballs", "aiosignal", "apache-tvm-ffi", "cachetools", "cbor2", "einops", "frozenlist"),
+    *(
+        "llguidance",
+        "msgspec",
+        "multidict",
+        "openai-harmony",
+        "partial-json-parser",
+        "propcache",
+        "psutil",
+        "py-cpuinfo",
+    ),
+    *("pybase64", "pyzmq", "uvloop", "xgrammar==0.2.8", "yarl"),
+)
+"""What vLLM's layers import. Its own list would bring another torch, and kernels for GPUs."""
+
+
+@nox.session(reuse_venv=True, default=False)
+def engines(session: nox.Session) -> None:
+    """Install vLLM and SGLang without what needs a GPU, and drive their own classes with polyattn behind them."""
+    if session.venv_backend == "none":
+        session.skip("installs engines of 400 MB: run it without --no-venv")
+    install(session, *EVERYTHING)
+    session.install("--no-deps", *ENGINES, *BESIDE_ENGINES)
+    names = ("vllm", "sglang")
+    session.run("python", "-m", "pytest", *(f"tests/integrations/test_{name}.py" for name in names), *session.posargs)
 
 
 @nox.session(python="3.11", reuse_venv=True, default=False)

@@ -76,15 +76,20 @@ def _transformers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str
 
 def _diffusers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], Any]]:
     try:
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
+        from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
     except ImportError:
         return {}
+    from polyattn.integrations.diffusers import install
+
+    install()
     bshd = [t.transpose(1, 2) for t in (q, k, v)]
+    ours = AttentionBackendName("polyattn")
     return {
         "four views, no dispatcher": lambda: F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in bshd)
         ).transpose(1, 2),
         "diffusers native": lambda: dispatch_attention_fn(*bshd),
+        "diffusers polyattn": lambda: dispatch_attention_fn(*bshd, backend=ours),
         "functional, BSHD": lambda: polyattn.attention(*bshd),
     }
 

@@ -56,7 +56,9 @@ class Block(torch.nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.number = number
+        self.register_buffer(
+            "number", torch.tensor(number), persistent=False
+        )  # a tensor: blocks share what is compiled
         self.norm, self.shift = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 2 * WIDTH)
         self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
         self.q, self.kv = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 2 * WIDTH)

@@ -17,7 +17,7 @@ from .conftest import Run
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 COMMANDS = (
     *("list", "matrix", "explain", "doctor", "config check", "conform", "new-plugin", "fuzz", "generate", "demo"),
-    *("bench", "tune", "trace", "verify", "video-map"),
+    *("serve", "bench", "tune", "trace", "verify", "video-map", "parallel-plan"),
 )
 
 

@@ -13,7 +13,7 @@ import torch
 
 import polyattn
 from polyattn import AttentionRequest, ConfigError
-from polyattn.cli.explain import _assumed, here
+from polyattn.cli.explain import assumed, here
 from polyattn.cli.questions import ask
 from polyattn.cli.reasons import reasons_table
 from polyattn.cli.video_map import METHODS
@@ -237,7 +237,7 @@ def test_this_machine(
     monkeypatch.setattr("polyattn.cli.explain.detect", lambda name: reports.get(name, absent))
     found = here()
     assert {name: found[name] for name in fields} == fields
-    assert _assumed(found) == words
+    assert assumed(found) == words
 
 
 REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -323,6 +323,10 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ({"grid": "21,45"}, "--grid '21,45' is not T,H,W: three numbers of tokens, 1 or more, such as 21,45,80"),
         ({"grid": "21,0,80"}, "--grid '21,0,80' is not T,H,W"),
         ({"grid": "21,45,80", "family": "varlen"}, "--grid is the place of a dense call, and this is varlen"),
+        (
+            {"family": "block_sparse", "block_starts": True},
+            "--block-starts says that packed blocks of keys",
+        ),
         ({"role": "crss"}, "--role 'crss' is not known. Did you mean 'cross'? Allowed: self, cross"),
         ({"method": "kda"}, "--method kda is a method of linear: add --family linear"),
         ({"method": "dsa", "phase": "decode"}, "--method dsa is a method of mla: add --family mla"),
@@ -344,6 +348,20 @@ def test_wrong_flags(flags: dict[str, Any], message: str) -> None:
 
 
 VIDEO = "--attention-backend sliding_tile_attn --assume-platform cuda:sm90 --assume-installed st-attn,flash-attn-3"
+
+
+def test_options_of_a_backend_are_checked(run: Run) -> None:
+    words = ("explain", "--attention-backend", "video_sparse_attn", "--grid", "4,4,8", "--attention-backend-config")
+    assert run(*words, '{"sparsity": 0.9, "coarse": "off"}', "--json").data["backend"] == "video_sparse_attn"
+    assert polyattn.selection.overrides.current_settings().attention_backend_config
+    for given, said in (
+        ('{"sparsty": 0.9}', "'sparsty'. Did you mean 'sparsity'"),
+        ('{"sparsity": 2}', "sparsity"),
+        ('{"video_spars_attn": {"sparsity": 0.5}}', "Did you mean 'video_sparse_attn'"),
+    ):
+        wrong = run(*words, given)
+        assert wrong.code == 2, wrong.out
+        assert said in " ".join(wrong.err.split())
 
 
 @pytest.mark.parametrize(

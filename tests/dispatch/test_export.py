@@ -191,7 +191,8 @@ def test_the_ops_come_with_torch_and_nothing_else_does():
     )
     listed, fewer = python(code).splitlines()[-2:]
     rooms = ["polyattn", "polyattn.dispatch", "polyattn.dispatch.compile"]
-    assert listed == str([*rooms, "polyattn.dispatch.compile.custom_ops", "polyattn.dispatch.compile.registration"])
+    ops = ["polyattn.dispatch.compile.custom_ops", "polyattn.dispatch.compile.registration"]
+    assert listed == str([*rooms, *ops, "polyattn.methods", "polyattn.methods.custom_op"])
     assert fewer == "True"
 
 

@@ -289,3 +289,29 @@ def test_what_a_part_refuses() -> None:
         polyattn.bind_part(backward="yes")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="key has 3 heads, value 2"):
         part.forward(q, k[:, :, :1].expand(-1, -1, 3, -1), v)
+
+
+def test_a_part_whose_segments_meet_nothing_changes_nothing() -> None:
+    q, k, v, dout = tensors(torch.float32)
+    part = polyattn.bind_part()
+    ones, twos = (torch.full((B, S), n, dtype=torch.int32) for n in (1, 2))
+    pairs = [part.forward(q, k, v), part.forward(q, k, v, segments=(ones, twos))]
+    out, lse = polyattn.merge(*zip(*pairs, strict=True))
+    close(out, expected(q, k, v, dout)[0])
+    assert not any(grad.any() for grad in part.backward(dout, q, k, v, out, lse, segments=(ones, twos)))
+
+
+def test_a_part_in_the_body_of_a_custom_op_has_its_gradients() -> None:
+    """Such a body runs below autograd, where a backward that runs the forward again must record it all the same."""
+    q, k, v, dout = tensors(torch.float32)
+    part = polyattn.bind_part()
+    documents = torch.zeros(B, S, dtype=torch.int32)
+    segments = (documents, documents.clone())
+    out, lse = part.forward(q, k, v, segments=segments)
+
+    @torch.library.custom_op("tests::part_backward", mutates_args=())
+    def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        return list(part.backward(dout, q, k, v, out, lse, segments=segments))
+
+    for found, right in zip(backward(dout, q, k, v), expected(q, k, v, dout)[1:], strict=True):
+        close(found, right)

@@ -307,6 +307,17 @@ class Broken(Doubled):
         raise RuntimeError("no such map")
 
 
+class Silent(Doubled):
+    """It forgets to return what it computed, or returns another shape."""
+
+    def attend(self, plan: Any, query: Tensor, *given: Any, **more: Any) -> Any:
+        return None if self.factor == 2 else query[..., :3]
+
+
+class Reader(Doubled):
+    reads = ("gate", "proj.bias")
+
+
 class Linear(Doubled):
     """Another family: the calls of a method need not be of softmax."""
 
@@ -412,6 +423,45 @@ def test_an_error_inside_a_method_is_its_own(plugin: Any) -> None:
     polyattn.configure(attention_backend_config={"strange": {"fact": 1.0}})
     with pytest.raises(ConfigError, match=r"strange@cpu has no option 'fact'\. Did you mean 'factor'"):
         polyattn.attention(*tensors(), backend="strange", place=PLACE)
+
+
+def test_what_a_method_returns_is_checked(plugin: Any) -> None:
+    plugin(Silent)
+    with pytest.raises(PluginError, match=r"strange: attend of Silent returned NoneType; a tensor \[2, 4, 128, 16\]"):
+        polyattn.attention(*tensors(), backend="strange", place=PLACE)
+    with pytest.raises(PluginError, match="returned NoneType"):
+        polyattn.explain(polyattn.attention, *tensors(), backend="strange", place=PLACE)
+    polyattn.configure(attention_backend_config={"strange": {"factor": 1.0}})
+    with pytest.raises(PluginError, match=r"returned \[2, 4, 128, 3\]; a tensor \[2, 4, 128, 16\]"):
+        polyattn.attention(*tensors(), backend="strange", place=PLACE)
+
+
+def test_a_slip_in_the_name_of_a_tensor(plugin: Any) -> None:
+    """One place serves all methods, so names that this one does not know are taken, unless they are nearly its own."""
+    plugin(Reader)
+    one = torch.ones(())
+
+    def call(*names: str) -> Any:
+        at = dataclasses.replace(PLACE, tensors=dict.fromkeys(names, one))
+        return polyattn.attention(*tensors(), backend="strange", place=at)
+
+    torch.testing.assert_close(call("gate", "proj.bias", "centroids"), call())
+    with pytest.raises(InvalidInputError, match=r"the place has a tensor 'proj.bais'.* Did you mean 'proj.bias'"):
+        call("gate", "proj.bais")
+    call("proj.bais", "proj.bias")  # both are there: nothing is missed
+
+
+def test_slips_of_the_published_methods() -> None:
+    for name, wrong, right in (
+        ("video_sparse_attn", "gate_compres", "gate_compress"),
+        ("sla_attn", "proj_l.bais", "proj_l.bias"),
+        ("sage_sla_attn", "proj_l.Weight", "proj_l.weight"),
+    ):
+        at = dataclasses.replace(PLACE, tensors={wrong: torch.ones(16)})
+        with pytest.raises(
+            InvalidInputError, match=f"{name}: the place has a tensor {wrong!r}.*Did you mean {right!r}"
+        ):
+            polyattn.attention(*tensors(), backend=name, place=at)
 
 
 def test_a_hook_may_bind_a_method_by_itself() -> None:

@@ -1,4 +1,4 @@
-"""torch.compile: a call of a method ends the graph before it; one of exact attention stays in it, place or not."""
+"""torch.compile: layers that share their graphs, gradients, scopes; exact attention is traced, place or not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("how", ["layer", "scope"])
-def test_a_method_between_graphs(how: str) -> None:
+def test_layers_share_their_graphs(how: str) -> None:
     """Layers differ by a tensor alone: they share the graphs, and the first of them still runs dense."""
     blocks = [Block(layer, **({"backend": NAME} if how == "layer" else {})) for layer in range(3)]
     q, k, v = tensors()

@@ -31,6 +31,8 @@ WRONG = [
     ({"steps": 2.0}, r"steps=2.0 must be"),
     ({"kept": []}, r"kept=\[\] must be a dict, or None"),
     ({"tensors": [1]}, r"tensors=\[1\] must be a dict of tensors by name"),
+    ({"branch": 0}, r"branch=0 must be a word such as 'cond', or ''"),
+    ({"branch": None}, r"branch=None must be a word"),
     ({"role": "both"}, r"role='both' must be 'self', 'cross' or None"),
 ]
 

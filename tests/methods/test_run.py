@@ -243,6 +243,38 @@ def test_densities(method: str, options: dict[str, Any], density: float) -> None
     assert row.density == pytest.approx(density)
 
 
+@pytest.mark.parametrize("name", ["vmoba_attn", "sla_attn", "sparse_video_gen_2_attn"])
+def test_what_is_chosen_call_by_call_has_a_density(name: str) -> None:
+    """The share of the pairs that have any weight, counted one by one. Without a layer there is nowhere to keep it."""
+    S, D = 128, 16
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, S, 4, D, generator=generator) for _ in range(2))
+    value = torch.eye(S)[None, :, None].expand(2, S, 4, S).contiguous()
+    learned = {"proj_l.weight": torch.zeros(S, S)}
+    chosen = {"moba_select_mode": "threshold", "moba_threshold": 0.4, "temporal_chunk_size": 3, "first_full_step": 0}
+    sizes = {"spatial_chunk_size": [2, 2], "st_chunk_size": [1, 2, 4], "temporal_layer": 1, "spatial_layer": 0}
+    topk = {"temporal_topk": 1, "spatial_topk": 1, "st_topk": 1, "st_layer": 0}
+    dense = {"svg2_first_layers_fp": 0.0, "svg2_first_times_fp": 0.0, "svg2_top_p_kmeans": 0.5}
+    options = {
+        "vmoba_attn": {**chosen, **sizes, **topk},
+        "sla_attn": {"topk_ratio": 0.6, "BLKQ": 64},
+        "sparse_video_gen_2_attn": {**dense, "svg2_num_q_centroids": 4, "svg2_num_k_centroids": 9},
+    }
+    polyattn.configure(attention_backend_config=options)
+    shares = []
+    with Run(layers=3) as run, torch.no_grad():
+        for step in (0, 1):
+            with run.at(grid=(4, 4, 8), step=step):
+                weights = polyattn.attention(q + step, k, value, backend=name, place=place(layer=1, tensors=learned))
+            shares.append(float((weights > 0).double().mean()))
+        with run.at(grid=(4, 4, 8), step=0):
+            polyattn.attention(q, k, value, backend=name, place=place(tensors=learned))
+    numbered, unnumbered = sorted(run.explain().rows, key=lambda row: row.layer is None)
+    assert 0 < shares[0] < 1
+    assert numbered.density == pytest.approx(sum(shares) / 2)
+    assert unnumbered.density == (numbered.density if name == "sla_attn" else None)
+
+
 def test_a_run_that_no_method_served() -> None:
     """It says so, and what was asked for and served nothing is an error, as without a run."""
     with Run() as run:

@@ -41,12 +41,14 @@ _WHERE = {
     "PolyattnError": "errors",
     "UnsupportedRequestError": "errors",
     "BackendUnavailableError": "errors",
+    "BusyError": "errors",
     "PluginError": "errors",
     "ConfigError": "errors",
     "GraphError": "errors",
     "InternalError": "errors",
     "InvalidInputError": "errors",
     "OutOfPagesError": "errors",
+    "RankError": "errors",
     "register_plugin": "registry.manager",
 }
 
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from .dispatch.typed_calls import paged_attention as paged_attention
     from .dispatch.typed_calls import varlen_attention as varlen_attention
     from .errors import BackendUnavailableError as BackendUnavailableError
+    from .errors import BusyError as BusyError
     from .errors import ConfigError as ConfigError
     from .errors import GraphError as GraphError
     from .errors import InternalError as InternalError
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import PluginError as PluginError
     from .errors import PolyattnError as PolyattnError
+    from .errors import RankError as RankError
     from .errors import UnsupportedRequestError as UnsupportedRequestError
     from .registry.manager import register_plugin as register_plugin
     from .selection.inspection import explain as explain

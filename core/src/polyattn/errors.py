@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "BackendUnavailableError",
+    "BusyError",
     "ConfigError",
     "GraphError",
     "InternalError",
@@ -14,6 +15,7 @@ __all__ = [
     "OutOfPagesError",
     "PluginError",
     "PolyattnError",
+    "RankError",
     "UnsupportedRequestError",
     "did_you_mean",
     "without_torch",
@@ -67,6 +69,18 @@ class OutOfPagesError(PolyattnError, RuntimeError):
         self.wanted, self.free, self.capacity, self.group = wanted, free, capacity, group
 
 
+class BusyError(PolyattnError, RuntimeError):
+    """An engine takes no request now: as many wait as may, or it is shutting down. Nothing was taken in.
+
+    Attributes:
+        passing: whether the same engine may take it later.
+    """
+
+    def __init__(self, message: str, passing: bool = True) -> None:
+        super().__init__(message)
+        self.passing = passing
+
+
 class GraphError(PolyattnError, RuntimeError):
     """A step cannot be recorded into a device graph, or a recording no longer fits what it is replayed for.
 
@@ -81,6 +95,10 @@ class GraphError(PolyattnError, RuntimeError):
 
 class InternalError(PolyattnError, RuntimeError):
     """A bookkeeping contradicts itself: a defect of polyattn, or of code that changed it from outside."""
+
+
+class RankError(PolyattnError, RuntimeError):
+    """Another rank of the job refused a call that all of them make together, or did not come to it in time."""
 
 
 def without_torch(what: str) -> str:

@@ -1,4 +1,4 @@
-"""Attention on one device as a module."""
+"""Attention as modules: on one device, and of tokens that lie on several."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from .contract import Place
 from .dispatch.call_key import Static
 from .dispatch.dense import DenseSite, bind
+from .distributed.layers import RingAttention, UlyssesAttention, USPAttention
 from .selection.select import Selection
 
-__all__ = ["LocalAttention"]
+__all__ = ["LocalAttention", "RingAttention", "USPAttention", "UlyssesAttention"]
 
 
 class LocalAttention(nn.Module):

@@ -51,6 +51,12 @@ TRAINING = ("fa2", "fa3", "fa4")
 FUSED = {"sgl": "sinks", "vllm": "s_aux", "fa4": "learnable_sink"}
 
 
+FA4_BLOCKS = {
+    "hopper": (emulators.fa4, Emulated("fa4_block_sparse", "flash-attn-4", HOPPER)),
+    "blackwell": (lambda: emulators.fa4(arch=100), Emulated("fa4_block_sparse", "flash-attn-4", BLACKWELL)),
+}
+
+
 def target(build: str, *, serving: bool) -> Emulated:
     _, chip, provider, cached = BUILDS[build]
     return Emulated(*cached, chip) if serving else Emulated("fa", provider, chip)
@@ -972,3 +978,43 @@ def test_sinks_of_sgl_kernel_are_made_from_the_lse_where_its_kernel_does_not_rea
     assert library.calls[-1].given["sinks"] is sinks
     call.bound = tried.bind(**call.fields)
     assert torch.equal(call.run(), with_sinks), "which it did not read"
+
+
+# ---------------------------------------------------------------------------------------------------- FA4 over blocks
+
+
+@pytest.mark.parametrize(
+    ("chip", "blocks"),
+    [(chip, case) for chip, (_, one) in FA4_BLOCKS.items() for case in one.cases(per_row=8, dtypes=("bfloat16",))],
+    ids=str,
+)
+def test_fa4_over_blocks(chip: str, blocks: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, one = FA4_BLOCKS[chip]
+    one.passes(blocks, library().install(monkeypatch))
+
+
+def test_fa4_is_given_ascending_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cuts off the last of a list alone, where the keys end: a last block in front would let others be read."""
+    library = emulators.fa4().install(monkeypatch)
+    q, k, v = (torch.randn(1, 2, n, 64).bfloat16() for n in (256, 200, 200))
+    fields = {
+        "family": "block_sparse",
+        "layout": "BHSD",
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "s_relation": "more",
+    }
+    bound = FA4_BLOCKS["hopper"][1].bind(**fields, block_map=True, block_shape=(128, 128), lse=True)
+    counts, indices = torch.tensor([[[2, 0]]]).int(), torch.tensor([[[[1, 0], [0, 0]]]]).int()
+    out, lse = bound.forward(q, k, v, block_counts=counts, block_indices=indices)
+    given = library.calls[-1].given["block_sparse_tensors"]
+    assert given.block_size == (128, 128)
+    assert not given.mask_block_cnt.any()
+    assert given.full_block_cnt.tolist() == [[[2, 1]]]
+    assert given.full_block_idx[0, 0, 0].tolist() == [0, 1]
+    assert not out[:, :, 128:].any()
+    assert (lse[:, :, 128:] == -torch.inf).all()
+    right, level = reference.attention(q[:, :, :128], k, v, layout="BHSD", return_lse=True, compute_dtype=torch.float64)
+    torch.testing.assert_close(out[:, :, :128].double(), right.double(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse[:, :, :128].double(), level.double(), rtol=1e-3, atol=1e-3)

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn.errors import BackendUnavailableError, GraphError, UnsupportedRequestError
+from polyattn.semantics import reference
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
 from polyattn.testing.families.cached import in_tables
-from polyattn_cuda.flashinfer import latent, lengths, paged, ragged, scales, workbench
+from polyattn_cuda.flashinfer import block_sparse, latent, lengths, paged, ragged, scales, workbench
 from polyattn_cuda.flashinfer.lengths import Lengths, cut, flattened, mask_rule, tree_rule
 from polyattn_cuda.flashinfer.scales import HostScale, scale_of
 from polyattn_cuda.flashinfer.workbench import Lender, Workbench, float_bytes, int_bytes
@@ -26,6 +27,8 @@ from .emulators import flashinfer as emulator
 PAGED = Emulated("flashinfer", "flashinfer-python", "cuda:sm90@12.8")
 AMPERE = Emulated("flashinfer", "flashinfer-python", "cuda:sm80@12.4")
 RAGGED = Emulated("flashinfer", "ragged", "cuda:sm90@12.8")
+BLOCKS = Emulated("flashinfer_block_sparse", "flashinfer-python", "cuda:sm90@12.8")
+BLOCKS_BEFORE = Emulated("flashinfer_block_sparse", "flashinfer-python", "cuda:sm80@12.4")
 LATENT = Emulated("flashinfer_mla", "flashinfer-python", "cuda:sm90@12.8")
 HALF = ("bfloat16", "float16")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,6 +58,50 @@ def test_ragged(case: Case, library: Library) -> None:
 @pytest.mark.parametrize("case", LATENT.cases(per_row=8, dtypes=HALF), ids=str)
 def test_latent(case: Case, library: Library) -> None:
     LATENT.passes(case, library)
+
+
+@pytest.mark.parametrize("case", BLOCKS.cases(per_row=10, dtypes=HALF), ids=str)
+def test_blocks(case: Case, library: Library) -> None:
+    BLOCKS.passes(case, library)
+
+
+@pytest.mark.parametrize("case", BLOCKS_BEFORE.cases(per_row=3, dtypes=HALF[:1]), ids=str)
+def test_blocks_before_hopper(case: Case, library: Library) -> None:
+    BLOCKS_BEFORE.passes(case, library)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_heads_of_a_group_share_keys_where_they_share_a_map(shared: bool, library: Library) -> None:
+    """Keys are repeated for maps of their own alone; blocks that see nothing cost the first block, and give zeros."""
+    q, k, v = (torch.randn(2, heads, 200, 64).bfloat16() for heads in (4, 2, 2))
+    lists = (torch.tensor([2, 0, 1, 1]).int().expand(1, 1 if shared else 4, 4), torch.zeros(1, 1, 4, 2).int())
+    lists[1][..., 1] = 2
+    bound = BLOCKS.bind(family="block_sparse", layout="BHSD", heads=4, kv_heads=2, head_dim=64, block_map=True,
+                        block_shape=(64, 64), lse=True)  # fmt: skip
+    out, lse = bound.forward(q, k, v, block_counts=lists[0].contiguous(), block_indices=lists[1])
+    plan = given(library, "Wrapper.plan")
+    assert (plan["num_qo_heads"], plan["num_kv_heads"]) == (8, 4 if shared else 8)
+    assert plan["block_mask_map"].sum(-1).unique(dim=0).tolist() == [[2, 1, 1, 1]]
+    assert plan["block_col_sz"][0].tolist() == [64, 64, 64, 8]
+    assert not out[:, :, 64:128].any()
+    assert (lse[:, :, 64:128] == -torch.inf).all()
+    right = reference.attention(q[:, :, 128:], k[:, :, :64], v[:, :, :64], layout="BHSD", compute_dtype=torch.float64)
+    torch.testing.assert_close(out[:, :, 128:].double(), right.double(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_plan_of_many_blocks_has_room(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of queries of a head is a sequence to the planner, whose schedule may need more than a wrapper brings."""
+    for module, name in ((emulator, "INTEGERS"), (workbench, "_STAGED")):
+        monkeypatch.setattr(module, name, 4096)
+    monkeypatch.setattr(block_sparse, "LENDER", Lender())
+    q, k, v = (torch.randn(1, 2, 300, 64).bfloat16() for _ in range(3))
+    counts, indices = torch.ones(1, 1, 300).int(), torch.zeros(1, 1, 300, 1).int()
+    bound = BLOCKS.bind(family="block_sparse", layout="BHSD", heads=2, kv_heads=2, head_dim=64, block_map=True,
+                        block_shape=(1, 300))  # fmt: skip
+    found = bound.forward(q, k, v, block_counts=counts, block_indices=indices)
+    right = reference.attention(q, k, v, layout="BHSD", compute_dtype=torch.float64)
+    torch.testing.assert_close(found.double(), right.double(), rtol=2e-2, atol=2e-2)
+    assert given(library, "Wrapper.reset_workspace_buffer")["int_workspace_buffer"].numel() > 4096
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls

@@ -24,11 +24,13 @@ class TestRecords(AttentionRecords):
     plugin = "polyattn_cuda.plugin"
     names = (
         "fa",
+        "fa4_block_sparse",
         "fa2",
         "fa3",
         "fa3_fp8",
         "fa4",
         "flashinfer",
+        "flashinfer_block_sparse",
         "flashinfer_mla",
         "flashinfer_cudnn",
         "trtllm_mha",
@@ -47,6 +49,7 @@ class TestRecords(AttentionRecords):
         "video_sparse_attn",
         "vmoba_attn",
         "sla_attn",
+        "fastvideo",
         "sage_sla_attn",
         "sparse_video_gen_2_attn",
         "cutedsl",

@@ -27,6 +27,9 @@ SAGE3 = Emulated("sage_attn_3", "sageattn3", "cuda:sm120@12.8")
 SPARGE = Emulated("sparge_attn", "spas-sage-attn", "cuda:sm90@12.8", options=(("topk", 1.0), ("pvthreshd", 50)))
 
 
+SPARGE_BLOCKS = Emulated("sparge_attn", "blocks", "cuda:sm89@12.8", options=(("topk", 0.5), ("pvthreshd", 50)))
+
+
 def sage2(arch: str) -> Emulated:
     return Emulated("sage_attn", "sage2", f"cuda:{arch}@12.8")
 
@@ -59,6 +62,35 @@ def test_conformance_of_sage_3(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("case", SPARGE.cases(per_row=8), ids=str)
 def test_conformance_of_sparge_with_every_block(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     SPARGE.passes(case, emulator.sparge().install(monkeypatch))
+
+
+@pytest.mark.parametrize("case", SPARGE_BLOCKS.cases(per_row=12), ids=str)
+def test_conformance_of_sparge_with_lists(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    SPARGE_BLOCKS.passes(case, emulator.sparge().install(monkeypatch))
+
+
+def test_sparge_is_given_the_blocks_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flags are one for each block of each head; what sees nothing is shown a block, and is zeros."""
+    library = emulator.sparge().install(monkeypatch)
+    q, k, v = (t.transpose(1, 2).repeat(1, 2 if n == 0 else 1, 1, 1) for n, t in enumerate(tensors(300, 200)))
+    request = {"family": "block_sparse", "layout": "BHSD", "block_map": True, "block_shape": (128, 64)}
+    bound = SPARGE_BLOCKS.bind(**request, heads=4, kv_heads=2, head_dim=64, s_relation="more")
+    counts, indices = torch.tensor([[[1, 0, 2]]]).int(), torch.tensor([[[[3, 0], [0, 0], [0, 2]]]]).int()
+    out = bound.forward(q, k, v, block_counts=counts, block_indices=indices)
+    flags = library.calls[-1].given["mask_id"]
+    assert flags[0, 3].int().tolist() == [[0, 0, 0, 1], [1, 0, 0, 0], [1, 0, 1, 0]]
+    assert flags.shape == (1, 4, 3, 4)
+    assert not out[:, :, 128:256].any()
+    for rows, keys in ((slice(0, 128), [range(192, 200)]), (slice(256, 300), [range(64), range(128, 192)])):
+        at = [n for some in keys for n in some]
+        right = reference.attention(
+            q[:, :, rows].double(),
+            k[:, :, at].double(),
+            v[:, :, at].double(),
+            layout="BHSD",
+            compute_dtype=torch.float64,
+        )
+        assert compare_class("out", out[:, :, rows], right, torch.bfloat16, INT8_FP8)[0] is None
 
 
 @pytest.mark.parametrize("accuracy", [INT8_FP16, INT8_FP8, FP4])

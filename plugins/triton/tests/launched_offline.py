@@ -37,8 +37,8 @@ SHARED_MEMORY = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. `call`: forward, backward, sparse (forward and backward), extend, decode or latent, whose dims
-    are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
+    """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), extend,
+    decode or latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -285,6 +285,19 @@ def _sparse(problem: Problem) -> None:
         block_sparse.backward(dout, query, key, value, out, torch.empty(2, H_q, S_q), lists, scale=0.1)
 
 
+def _sage(problem: Problem) -> None:
+    from polyattn_triton.kernels import block_sparse, eight_bits
+
+    (H_q, H_kv), D, S_q = problem.heads, problem.dims[0], problem.queries
+    query, key, value = (_tensor(problem, 2, heads, S_q, D) for heads in (H_q, H_kv, H_kv))
+    for block_q, block_k in ((64, 64), (128, 64), (128, 128)):
+        rows, columns = -(-S_q // block_q), -(-S_q // block_k)
+        counts = torch.full((1, 1, rows), columns, dtype=torch.int32)
+        indices = torch.arange(columns, dtype=torch.int32).expand(1, 1, rows, columns)
+        lists = block_sparse.Lists(counts, indices, None, block_q, block_k)
+        eight_bits.attend(query, key, value, lists, scale=0.1)
+
+
 @functools.cache
 def _disassembler() -> str:
     import triton
@@ -367,7 +380,7 @@ def _no_further() -> None:
         knobs.runtime.add_stages_inspection_hook = stages
 
 
-_CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sparse": _sparse}
+_CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse}
 
 
 def call(problem: Problem) -> None:

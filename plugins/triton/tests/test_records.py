@@ -24,6 +24,7 @@ class TestRecords(AttentionRecords):
         "triton",
         "dsa",
         "dual_chunk_flash_attn",
+        "sage_sla_attn",
     )
     asked = (
         Asked("dense", "cpu", "triton", {"softcap": 30.0, "sinks": True, "window": (127, 0)}),

@@ -71,16 +71,17 @@ def _forward(
         outs.append(result[0].transpose(0, 1))
     empty = query.new_zeros(0, query.shape[1], value.shape[2])
     packed = torch.cat([*outs, empty])
+    lse = torch.cat([*lses, query.new_zeros(0, query.shape[1], dtype=torch.float32)]) if request.lse else None
     some = [t for t in (query, key, value) if t.requires_grad] if torch.is_grad_enabled() else []
     if some and not packed.requires_grad:
         # No sequence has both queries and keys: gradients are 0 (S7), not missing.
         everything = torch.ones((), dtype=torch.bool, device=query.device)
-        packed = packed + torch.stack([t.masked_fill(everything, 0).sum() for t in some]).sum().to(packed.dtype)
+        nothing = torch.stack([t.masked_fill(everything, 0).sum() for t in some]).sum()
+        packed = packed + nothing.to(packed.dtype)
+        lse = None if lse is None else lse + nothing.to(lse.dtype)
     if out is not None:
         packed = out.copy_(packed)
-    if not request.lse:
-        return packed
-    return packed, torch.cat([*lses, query.new_zeros(0, query.shape[1], dtype=torch.float32)])
+    return packed if lse is None else (packed, lse)
 
 
 def _call(bound: Bound, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:

@@ -15,6 +15,7 @@ import typer
 from .. import __version__
 from ..errors import (
     BackendUnavailableError,
+    BusyError,
     ConfigError,
     GraphError,
     InternalError,
@@ -22,6 +23,7 @@ from ..errors import (
     OutOfPagesError,
     PluginError,
     PolyattnError,
+    RankError,
     UnsupportedRequestError,
     without_torch,
 )
@@ -37,8 +39,10 @@ EXIT_CODES: dict[type[PolyattnError], int] = {
     BackendUnavailableError: 4,
     PluginError: 4,
     OutOfPagesError: 1,
+    BusyError: 1,
     GraphError: 1,
     InternalError: 1,
+    RankError: 1,
 }
 OTHER_ERROR = 1
 INTERRUPTED = 130

@@ -61,7 +61,12 @@ COMMANDS = {
     "generate": _Where(
         "generate",
         "generate",
-        "Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.",
+        "Continue prompts with a causal LM, or make an image or a video with a pipeline of diffusers.",
+    ),
+    "serve": _Where(
+        "serve",
+        "serve",
+        "Serve a causal LM over OpenAI's protocol: continuous batching over a paged KV cache, one backend per phase.",
     ),
     "bench": _Where(
         "bench",
@@ -89,6 +94,11 @@ COMMANDS = {
         "video_map",
         "Draw the map of a sparse video method: the keys that one query sees, frame by frame, and those of all "
         "queries.",
+    ),
+    "parallel-plan": _Where(
+        "parallel_plan",
+        "parallel_plan",
+        "Predict what layers over several devices cost each rank, and say which mesh to take.",
     ),
     "config": _Where("config_check", "config", "Check the configuration before a run does."),
 }

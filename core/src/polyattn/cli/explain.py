@@ -13,8 +13,9 @@ from ..contract import AttentionRequest
 from ..errors import ConfigError
 from ..registry.manager import get_manager
 from ..registry.platforms import parse_platform
+from ..selection.config import backend_names, check_settings
 from ..selection.inspection import catalogue, detect, served_by, what_if
-from ..selection.overrides import SCOPE, current_settings
+from ..selection.overrides import SCOPE, configure_by, current_settings
 from ..selection.phase_pairs import both_phases, check_drafting, select_pair
 from ..selection.select import Choice, Policy, Selection, select
 from ..selection.tuned_policy import current_policy
@@ -24,7 +25,7 @@ from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing
 from .request_flags import REQUEST, request_flags
 
-__all__ = ["explain", "here"]
+__all__ = ["assumed", "checked", "explain", "here"]
 
 MACHINE = "Which machine"
 
@@ -39,7 +40,7 @@ def here() -> dict[str, Any]:
     return {"platform": name, "arch": arch, "toolkit": report.toolkit, "features": report.features}
 
 
-def _assumed(fields: dict[str, Any]) -> str:
+def assumed(fields: dict[str, Any]) -> str:
     """Describe this machine in the words of --assume-platform."""
     if fields["platform"] == "cpu":
         return ":".join(("cpu", *(["+".join(fields["features"])] if fields["features"] else [])))
@@ -57,7 +58,7 @@ def _either(name: str, given: Mapping[str, Any]) -> bool | None:
     return yes if yes or no else None
 
 
-def _checked(words: str) -> str:
+def checked(words: str) -> str:
     """Return the words of --assume-platform, once they are known to mean a machine."""
     try:
         parse_platform(words, get_manager().platforms)
@@ -156,16 +157,21 @@ def explain(
     mode = given["speculative_attention_mode"] or "prefill"
     if mode not in ("prefill", "decode"):
         raise ConfigError(f"--speculative-attention-mode {mode!r} must be prefill or decode")
+    if (options := given["attention_backend_config"]) is not None:
+        words = {"attention_backend": backend, "attention_backend_config": options}
+        settings = configure_by("the command line", {name: word for name, word in words.items() if word is not None})
+        if problems := check_settings(settings, backend_names(get_manager().backends.values())):
+            raise ConfigError("; ".join(problems))
     strict = given["strict"] or current_settings().strict
-    assumed = assume_platform is not None or assume_installed is not None
-    request = ask(question) if assumed else ask(question, here())
+    elsewhere = assume_platform is not None or assume_installed is not None
+    request = ask(question) if elsewhere else ask(question, here())
     backend = _of_linear(request, given) or backend
-    if not assumed:
+    if not elsewhere:
         selection = _on_this_machine(request, backend, pair, mode, strict)
     else:
         selection = what_if(
             request,
-            platform=_assumed(here()) if assume_platform is None else _checked(assume_platform),
+            platform=assumed(here()) if assume_platform is None else checked(assume_platform),
             installed=[name.strip() for name in (assume_installed or "").split(",") if name.strip()],
             backend=backend,
             prefill_backend=pair["prefill"],

@@ -1,4 +1,5 @@
-"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`."""
+"""`polyattn generate` writes text with a causal LM of transformers, on the engine of `polyattn.serving`. A pipeline of
+diffusers makes an image or a video instead: `pipelines.py`."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
 from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
+from . import pipelines
+from .causal_lm import linear_choice, load_model, load_tokenizer, runner_of, speculative_of, stop_tokens_of
 from .options import Device, Json, settings_of, with_options
 from .rendering import facts, panel, progress, screen, show_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..serving.engine import Engine, Output, Speculative
+    from ..serving.engine import Engine, Output
 
 __all__ = ["generate"]
 
@@ -49,13 +52,14 @@ class _Said:
         }
 
 
-@with_options("generate")
+@with_options("generate", pipelines.OWN)
 def generate(
+    context: typer.Context,
     model_path: Annotated[
         Path,
         typer.Option(
             metavar="DIR",
-            help="A folder with a causal LM and its tokenizer, as save_pretrained writes them.",
+            help="A folder that save_pretrained wrote: a causal LM and its tokenizer, or a pipeline of diffusers.",
             rich_help_panel=MODEL,
         ),
     ],
@@ -97,7 +101,7 @@ def generate(
         int,
         typer.Option(
             metavar="N",
-            help="The seed of the draws: the same seed gives the same text, whatever runs beside it.",
+            help="The seed of the draws, or of the noise: the same seed gives the same, whatever runs beside it.",
             rich_help_panel=MODEL,
         ),
     ] = 0,
@@ -106,10 +110,15 @@ def generate(
     given: Mapping[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Continue prompts with a causal LM: continuous batching over a paged KV cache, one backend per phase.
+    """Continue prompts with a causal LM, or make an image or a video with a pipeline of diffusers.
 
-    Backends, page size and dtype that are not given come from the environment and the config file.
+    What the folder holds decides: one with model_index.json is a pipeline. A causal LM has continuous batching over a
+    paged KV cache and one backend per phase, a pipeline a backend per component. Backends, page size and dtype that are
+    not given come from the environment and the config file.
     """
+    if pipelines.is_pipeline(model_path, context):
+        pipelines.draw(model_path, prompt or [], seed, device, given, as_json=as_json)
+        return
     prompts = _prompts(prompt, prompt_file)
     settings = overrides.configure_by("the command line", settings_of(given))
     levels = tuple(given[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
@@ -121,30 +130,25 @@ def generate(
         )
     from ..serving.engine import Engine, EngineConfig, SamplingParams  # it needs torch
     from ..serving.kv_cache.pool import KVCacheConfig
-    from ..serving.recurrent import LinearChoice
 
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)  # checked before anything is loaded
-    model, tokenizer = _model(model_path, device), _tokenizer(model_path)
-    params = dataclasses.replace(params, stop_token_ids=_stop_tokens(model))
+    model, tokenizer = load_model(model_path, device), load_tokenizer(model_path)
+    params = dataclasses.replace(params, stop_token_ids=stop_tokens_of(model))
     ids = [tokenizer(text)["input_ids"] for text in prompts]
     longest = max(map(len, ids)) + max_new_tokens
     needed = longest + (0 if draft is None else 3 if levels[0] is None else levels[0])
+    runner = runner_of(model, needed)
     engine = Engine(
-        _runner(model, needed),
+        runner,
         EngineConfig(
             cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
-            linear=LinearChoice(*(given[f"linear_attn_{phase}backend"] for phase in ("", "prefill_", "decode_"))),
-            speculative=None if draft is None else _speculative(_model(draft, device), needed, *levels),
+            linear=linear_choice(given, runner),
+            speculative=None if draft is None else speculative_of(load_model(draft, device), needed, *levels),
             graphs=not given["disable_cuda_graph"],
         ),
     )
-    if engine.config.linear != LinearChoice() and engine.memory.pool.states is None:
-        raise ConfigError(
-            f"--linear-attn-backend, -prefill- and -decode-: {type(model).__name__} has no layer of linear attention; "
-            "leave them out"
-        )
     overrides.check_components()  # every layer is built: what reached none never will
     console = screen()
     numbers = {engine.add(tokens, params)[0]: number for number, tokens in enumerate(ids)}
@@ -174,66 +178,6 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if not prompts:
         raise ConfigError("there is no prompt: give --prompt TEXT, or --prompt-file FILE with one per line")
     return prompts
-
-
-def _load(kind: str, path: Path, **options: Any) -> Any:
-    """Load a part of a checkpoint from a folder; nothing is downloaded."""
-    from ..integrations.transformers.registry import interfaces
-
-    interfaces()  # says what to install where transformers is not here
-    import transformers
-
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; give one that save_pretrained wrote, with config.json in it")
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        return getattr(transformers, kind).from_pretrained(path, local_files_only=True, **options)
-    except Exception as exc:  # every format of weights has errors of its own
-        reason = str(exc).strip() or type(exc).__name__
-        raise ConfigError(f"{path} cannot be loaded as {kind}: {reason}; save it again with save_pretrained") from exc
-
-
-def _tokenizer(path: Path) -> Any:
-    return _load("AutoTokenizer", path)
-
-
-def _model(path: Path, device: str) -> Any:
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, loaded = _load("AutoModelForCausalLM", path, dtype="auto", output_loading_info=True)
-    if missing := sorted(loaded["missing_keys"]):
-        raise ConfigError(
-            f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them, which would be random "
-            f"numbers; save it again with save_pretrained"
-        )
-    model.eval()
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as exc:  # what torch raises for a device that it does not know or have
-        near = did_you_mean(device, ("cpu", "cuda"))
-        reason = str(exc).splitlines()[0].rstrip(".")
-        raise ConfigError(f"--device {device!r}: {reason}.{near} Name a device that is here, such as cpu") from exc
-
-
-def _runner(model: Any, needed: int) -> Any:
-    """Make a runner for the positions that are needed. A model whose keys change at some length is served below it."""
-    from ..integrations.transformers.serving import CausalLMRunner
-
-    known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0
-    return CausalLMRunner(model, max_positions=needed if 0 < needed < known else None)
-
-
-def _speculative(model: Any, needed: int, steps: int | None, topk: int | None, nodes: int | None) -> Speculative:
-    from ..serving.engine import Speculative
-
-    return Speculative(_runner(model, needed), 3 if steps is None else steps, 1 if topk is None else topk, nodes or 0)
-
-
-def _stop_tokens(model: Any) -> tuple[int, ...]:
-    ends = model.generation_config.eos_token_id
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def _run(engine: Engine, tell: Any) -> Iterable[Output]:

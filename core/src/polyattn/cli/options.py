@@ -92,8 +92,8 @@ class Option:
         )
 
 
-_ENGINE = frozenset({"generate"})
-_SETTINGS = frozenset({"generate", "config check"})
+_ENGINE = frozenset({"generate", "serve"})
+_SETTINGS = _ENGINE | {"config check"}
 _CHOICE = _SETTINGS | {"explain"}
 _VARIABLES = frozenset({"trace"})
 """A command that runs another program tells it settings by their variables: it takes the flags that have one."""
@@ -162,7 +162,7 @@ OPTIONS: tuple[Option, ...] = (
         "Options of backends: a path, a JSON object, or key=value pairs.",
         "OPTIONS",
         WHO,
-        _SETTINGS | _VARIABLES,
+        _CHOICE | _VARIABLES,
         setting=True,
     ),
     *(

@@ -140,6 +140,10 @@ def _check_family(given: Mapping[str, Any], family: str, how: str) -> None:
                 f"{', '.join(typed)}: family {family} has no {what} that this could be of: {how} --family "
                 f"{' or '.join(families)}"
             )
+    if given.get("block_starts") and not given.get("block_sizes"):
+        raise ConfigError(
+            "--block-starts says that packed blocks of keys lie anywhere: add --block-sizes, for blocks of any length"
+        )
     if "layout" in given and family != "dense":
         raise ConfigError(f"--layout is for family dense; of {family} it is {_layout(family)}: leave it out")
     method = given.get("method")

@@ -11,7 +11,7 @@ from . import scalars
 
 __all__ = ["Place"]
 
-_WORDS = {"grid": "(T, H, W)", "text": "(front, back)", "valid_text": "(front, back)"}
+_WORDS = {"grid": "(T, H, W)", "text": "(front, back)", "valid_text": "(front, back)", "heads": "(first, of how many)"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,6 +33,8 @@ class Place:
         tensors: what the model learned for a method, by name.
         kept: what a method keeps for this layer and branch from step to step, a dict that belongs to the run; None =
             nothing outlives the call.
+        heads: (first, of how many), which of the model's query heads the call has where other ranks have the others;
+            None = all of them.
         run: the `polyattn.video.Run` that is told who served the call; None = nobody.
     """
 
@@ -49,13 +51,14 @@ class Place:
     tensors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kept: dict[str, Any] | None = None
     run: Any = None
+    heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """
         Raises:
             InvalidInputError: a value that no call can have.
         """
-        for name, low, count in (("grid", 1, 3), ("text", 0, 2), ("valid_text", 0, 2)):
+        for name, low, count in (("grid", 1, 3), ("text", 0, 2), ("valid_text", 0, 2), ("heads", 0, 2)):
             value = getattr(self, name)
             if value is None and name != "text":
                 continue
@@ -76,11 +79,22 @@ class Place:
         for name, kinds in (("tensors", Mapping), ("kept", (dict, type(None)))):
             if not isinstance(getattr(self, name), kinds):
                 raise self._wrong(name, "a dict of tensors by name" if name == "tensors" else "a dict, or None")
+        if not isinstance(self.branch, str):
+            raise self._wrong("branch", "a word such as 'cond', or '' where there is one branch")
         if self.role not in (None, "self", "cross"):
             raise self._wrong("role", "'self', 'cross' or None")
 
     def _wrong(self, name: str, allowed: str) -> InvalidInputError:
         return InvalidInputError(f"place: {name}={scalars.shown(getattr(self, name))} must be {allowed}")
+
+    def own_heads(self, heads: int) -> slice:
+        """Those of a call of `heads` query heads, among all of the model's."""
+        first = 0 if self.heads is None else self.heads[0]
+        return slice(first, first + heads)
+
+    def all_heads(self, heads: int) -> int:
+        """Query heads of the model, where a call has `heads` of them."""
+        return heads if self.heads is None else self.heads[1]
 
     @property
     def tokens(self) -> int | None:

@@ -417,7 +417,9 @@ class Method(Protocol):
 
     It is the target of a `Provider` whose rows are of family dense with `when={"place": True}`. It is made once for
     each kind of call, as `Target(**options)` with the backend's own checked options, and must be made of operations
-    that autograd goes through. The place is checked before: grid and text add up to S.
+    that autograd goes through. The place is checked before: grid and text add up to S. What it may have beside these
+    functions: `density(plan, place)` (docs/methods.md); `reads`, the names of tensors of the place that it knows, by
+    which a slip of a name is found; `own_kernels`, what a run is told of kernels that it launches itself.
     """
 
     def leaves_dense(self, place: Place) -> str:

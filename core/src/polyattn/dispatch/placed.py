@@ -20,9 +20,10 @@ from .binding import asks_method, load, select_here
 from .call_key import NOTHING, SITES_KEPT, Added, Static, public, site_of
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
+from .compile.trace_placed import trace_placed
 from .dense import DenseSite, attention, dense_request
 
-__all__ = ["at", "explain"]
+__all__ = ["asked", "asked_traced", "at", "explain"]
 
 _Tensors = tuple[Any, Any, Any, Any, Any, Any]
 """(query, key, value, attn_mask, sinks, out)."""
@@ -52,14 +53,24 @@ def at(
         if node is not None:
             return node
     static = static if place is None else _with_role(static, place)
-    if not torch.compiler.is_dynamo_compiling():
+    ahead = None if place is None else getattr(place.run, "now", None)
+    if not torch.compiler.is_compiling():
+        if ahead is not None:  # compiled code made it, and gave it to a call that is not compiled
+            return at(tensors, static, backend, scope, ahead(place), added)
         site = site_of(DenseSite, static, backend, scope)
-        if place is not None and _asked(backend, site._scope, EPOCH.value):
+        if place is not None and asked(backend, site._scope, EPOCH.value):
             return site._find(*tensors, place, added)
         return site._find(*tensors, None, added) if added else site(*tensors)
     inside = overrides.current_scope() if scope is None else scope
-    if place is not None and _asks_method(backend, inside, EPOCH.token):
+    if place is not None and asked_traced(backend, inside, EPOCH.token):
         # What a method does depends on the place.
+        bound = Static(*static)
+        if (
+            (place.run is None or ahead is not None)
+            and place.kept is tensors[5] is None
+            and not (added or bound.return_lse)
+        ):
+            return trace_placed(tensors[:5], bound, backend, inside, place)
         from .compile.between_graphs import between_graphs
 
         return between_graphs(at, tensors, static, backend, inside, place, added)
@@ -75,16 +86,20 @@ def _with_role(static: tuple[Any, ...], place: Any) -> tuple[Any, ...]:
     return (*rest, place.role if own is None else own)
 
 
-_asked = functools.lru_cache(maxsize=SITES_KEPT)(lambda backend, scope, epoch: asks_method(backend, scope))
+@functools.lru_cache(maxsize=SITES_KEPT)
+def asked(backend: str | None, scope: overrides.Scope, epoch: int) -> bool:
+    """Whether a method is asked for here; `epoch` changes with what decides the answer."""
+    return asks_method(backend, scope)
 
 
-def _asks_method(backend: str | None, scope: overrides.Scope, token: str) -> bool:
+def asked_traced(backend: str | None, scope: overrides.Scope, token: str) -> bool:
+    """`asked` while dynamo traces: the answer is a constant of the graph."""
     return asks_method(backend, scope)
 
 
 # As `torch.compiler.assume_constant_result`, without its import of dynamo, which costs as much as torch itself. `token`
 # changes with what decides the answer.
-_asks_method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+asked_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain(

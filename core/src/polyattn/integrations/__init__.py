@@ -12,10 +12,14 @@ from .common.hosts import OLDEST, outdated
 
 __all__ = ["HOSTS", "OLDEST", "outdated"]
 
-HOSTS = ("transformers",)
+HOSTS = ("diffusers", "sglang", "torch", "transformers", "vllm")
 
 if TYPE_CHECKING:
+    from . import diffusers as diffusers
+    from . import sglang as sglang
+    from . import torch as torch
     from . import transformers as transformers
+    from . import vllm as vllm
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one that is here

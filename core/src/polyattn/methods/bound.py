@@ -16,7 +16,7 @@ from ..dispatch.block_sparse import block_sparse_attention
 from ..dispatch.dense import attention
 from ..dispatch.linear import linear_attention
 from ..dispatch.varlen import varlen_attention
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, PluginError, did_you_mean
 from ..selection import overrides
 from ..selection.inspection import explain
 from ..selection.select import Selection
@@ -92,6 +92,7 @@ class _Attend:
         self._inner = _Inner(request)
         # Of a bound object, so that plans end with it.
         self._plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._planned)
+        self._misspelt = functools.lru_cache(maxsize=_PLANS_KEPT)(self._slip)
         self._kernels: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
 
     def __call__(
@@ -140,7 +141,8 @@ class _Attend:
             if len(self._kernels) >= _PLANS_KEPT:
                 self._kernels.clear()
             found = self.calls(query, key, value, place)
-            kernels = self._kernels[alike] = tuple(f"{one.request.family}: {one.id}" for one in found)
+            own = () if why else getattr(self._method, "own_kernels", ())
+            kernels = self._kernels[alike] = (*own, *(f"{one.request.family}: {one.id}" for one in found))
         said = None if why else getattr(self._method, "density", None)
         density = None if said is None else said(self._plan(_Shared(place), like), place)
         place.run.told(place, self._name, kernels, why=why, density=density)
@@ -154,7 +156,18 @@ class _Attend:
                 f"{self._name}: the call has {tokens} tokens and its place {place.tokens}: grid={place.grid} with "
                 f"text={place.text} before and after it. Give the grid of the tokens as the model orders them"
             )
+        if wrong := self._misspelt(tuple(place.tensors)):
+            raise InvalidInputError(wrong)
         return place
+
+    def _slip(self, names: tuple[str, ...]) -> str:
+        """What is wrong with the names of tensors, or nothing. One place serves all methods."""
+        reads = set(getattr(self._method, "reads", ()))
+        for name in names:
+            near = "" if name in reads else did_you_mean(name, reads - set(names))
+            if near:
+                return f"{self._name}: the place has a tensor {name!r}, which no method reads.{near}"
+        return ""
 
     def _like(self, query: Tensor, key: Tensor) -> Like:
         s, h = (1, 2) if self._turned else (2, 1)
@@ -182,6 +195,13 @@ class _Attend:
         else:
             kept = {} if place.kept is None else place.kept
             result = self._method.attend(plan, query, key, value, place=place, kept=kept, inner=inner)
+            shape = (*query.shape[:-1], value.shape[-1])
+            if not isinstance(result, Tensor) or result.shape != shape:
+                found = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise PluginError(
+                    f"{self._name}: attend of {type(self._method).__name__} returned {found}; a tensor {list(shape)} "
+                    "[B, H_q, S, D_v] is needed. Mend the method, or name another backend"
+                )
             if not explained:
                 overrides.note_served(self._name)
         # In one order of memory, whoever made it: graphs that follow see no difference between steps.
@@ -197,7 +217,7 @@ class _Shared:
         self.place = place
         self._key: tuple[Hashable, ...] = (
             *(place.grid, place.text, place.valid_text, place.layers),
-            *(place.step, place.steps, place.branch, place.role),
+            *(place.step, place.steps, place.branch, place.role, place.heads),
         )
 
     def __hash__(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import inspect
 import threading
 import types
@@ -225,6 +226,28 @@ def configure_by(source: str, settings: Mapping[str, Any]) -> config.Settings:
     _process.reached, _process.served, _process.left = set(), set(), {}
     epoch.bump()
     return _process.settings
+
+
+def add_options(source: str, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set options of backends in the process's configuration, beside those that are set; `source` is who did it.
+
+    Args:
+        options: backend -> option -> value, unchecked.
+    """
+    settings = current_settings()
+    merged = {backend: dict(given) for backend, given in settings.attention_backend_config.items()}
+    sources = dict(settings.sources)
+    for backend, given in options.items():
+        merged.setdefault(backend, {}).update(given)
+        sources[f"attention_backend_config.{backend}"] = source
+        sources.update({f"attention_backend_config.{backend}.{option}": source for option in given})
+    _process.settings = dataclasses.replace(settings, attention_backend_config=merged, sources=sources)
+    epoch.bump()
+
+
+def above_components(scope: Scope) -> bool:
+    """Whether `use_backend` or `force_backend` has a say here, which rank above the overrides of components."""
+    return bool(scope[0] or _process.forced)
 
 
 def current_choice(argument: str | None, scope: Scope, request: AttentionRequest | None = None) -> Choice | None:

@@ -13,7 +13,8 @@ It is the first derivative and no more: a second one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..contract import Bound
 from ..errors import PluginError, UnsupportedRequestError
 
-__all__ = ["attention_backward", "differentiable", "recomputed_backward", "refuse_second"]
+__all__ = ["attention_backward", "differentiable", "recomputed_backward", "recording", "refuse_second"]
 
 
 def attention_backward(
@@ -188,6 +189,17 @@ def differentiable(bound: Bound, return_lse: bool, head_axis: int = 1) -> Callab
     return forward
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Record gradients, also in the body of a custom op, which runs below autograd: there `torch.enable_grad` alone
+    records nothing, without a sign."""
+    with contextlib.ExitStack() as stack:
+        for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
 def recomputed_backward(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
     """A backward as `polyattn.contract.DenseBackward`, for a forward through whose output and LSE autograd goes.
 
@@ -203,7 +215,7 @@ def recomputed_backward(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callab
         dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **extra: Any
     ) -> tuple[Tensor, ...]:
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        with torch.enable_grad():
+        with recording():
             own, own_lse = forward(*leaves, **extra)
         if not own.requires_grad:  # no query or no key: nothing depends on anything
             return tuple(torch.zeros_like(leaf, requires_grad=False) for leaf in leaves)

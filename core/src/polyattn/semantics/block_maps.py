@@ -18,6 +18,7 @@ __all__ = [
     "check_bool_map",
     "check_one_given",
     "check_starts_given",
+    "flags_of",
     "lists_of",
     "visible_keys",
 ]
@@ -209,12 +210,7 @@ def visible_keys(
     """
     block_q, block_k = block_shape
     key_blocks = -(-S_k // block_k) if block_starts is None else block_starts.shape[-1]
-    most = block_indices.shape[-1]
-    listed = torch.arange(most, device=block_counts.device) < block_counts[..., None]
-    # What is not listed goes to a column of its own, wherever its entry points.
-    numbers = torch.where(listed, block_indices, key_blocks).long()
-    seen = torch.zeros(*numbers.shape[:-1], key_blocks + 1, dtype=torch.bool, device=numbers.device)
-    seen = seen.scatter_(-1, numbers, True)
+    seen = _flags(block_counts, block_indices, key_blocks)
     if block_starts is not None:
         assert block_valid is not None, "checked by check_starts_given"
         owners = _owners(block_starts, block_valid, block_k, S_k)
@@ -229,6 +225,27 @@ def visible_keys(
         place = torch.arange(S_k, device=seen.device)
         seen = seen & (place % block_k < block_valid.repeat_interleave(block_k)[:S_k])
     return seen
+
+
+def flags_of(block_counts: Tensor, block_indices: Tensor, key_blocks: int) -> Tensor:
+    """Lists as a map of flags. Nothing waits for the device.
+
+    Args:
+        block_counts: int32 [B|1, H_q|1, nQ]. block_indices: int32 [B|1, H_q|1, nQ, max]. key_blocks: nK.
+
+    Returns:
+        bool [B|1, H_q|1, nQ, nK].
+    """
+    return _flags(block_counts, block_indices, key_blocks)[..., :key_blocks]
+
+
+def _flags(block_counts: Tensor, block_indices: Tensor, key_blocks: int) -> Tensor:
+    """As `flags_of`, with a last column of no meaning."""
+    listed = torch.arange(block_indices.shape[-1], device=block_counts.device) < block_counts[..., None]
+    # What is not listed goes to a column of its own, wherever its entry points.
+    numbers = torch.where(listed, block_indices, key_blocks).long()
+    seen = torch.zeros(*numbers.shape[:-1], key_blocks + 1, dtype=torch.bool, device=numbers.device)
+    return seen.scatter_(-1, numbers, True)
 
 
 def _owners(starts: Tensor, valid: Tensor, block_k: int, S_k: int) -> Tensor:

@@ -21,7 +21,7 @@ from ..contract.scalars import shown
 from ..errors import InvalidInputError, did_you_mean
 from .validation import check_plain
 
-__all__ = ["merge", "merge_rows"]
+__all__ = ["merge", "merge_rows", "merge_shares"]
 
 _HEAD_AXIS = {"BSHD": -2, "THD": -2, "BHSD": -3}
 """Where H is in an output."""
@@ -85,6 +85,22 @@ def merge(
         seen = (part != float("-inf")).unsqueeze(-1)
         merged = merged + torch.where(seen, out.to(dtype), 0.0) * (weight * share).unsqueeze(-1)
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
+
+
+def merge_shares(lses: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The share of each part in the merged result, and its LSE; no gradient.
+
+    With outs that are 0 wherever their lse is -inf, as those of calls are (S7), `merge` is their sum by these: two
+    passes over memory for two parts, which may have any dtype.
+
+    Args:
+        lses: of the parts, as `merge`.
+    """
+    total = lses[0]
+    for lse in lses[1:]:
+        total = torch.logaddexp(total, lse)
+    base = total.masked_fill(total == float("-inf"), 0.0)
+    return [torch.exp(lse - base) for lse in lses], total
 
 
 def merge_rows(out: Tensor, lse: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

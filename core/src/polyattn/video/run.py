@@ -5,7 +5,6 @@ A host says where the run is (`run.at`), and each layer says which it is (`place
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import threading
 from collections.abc import Hashable, Mapping
@@ -14,11 +13,11 @@ from typing import Any
 
 from ..contract import Place
 from ..errors import InvalidInputError
+from ..methods.points import POINTS, Ahead, here
+from ..selection import overrides
 
 __all__ = ["LayerRow", "Run", "RunReport", "place"]
 
-# Of a task, not of a thread: two that take turns in one thread have a run each.
-_POINTS: contextvars.ContextVar[tuple[_Point, ...]] = contextvars.ContextVar("polyattn_points", default=())
 _GATE = "gate_compress"
 
 
@@ -29,8 +28,10 @@ class LayerRow:
     Attributes:
         layer: its number, None = not said. method: the one that was asked for.
         why: the rule by which calls were left dense; "" = the method served them. calls: how many.
-        density: mean share of the pairs of tiles that were computed; 1 where calls were left dense, None = not said.
+        density: mean share of the pairs of tiles or tokens that were computed; 1 where calls were left dense, None =
+            not said.
         kernels: who served the calls that the method made, in order, such as "block_sparse: triton@cuda".
+        role: "self" or "cross", whose keys they are.
     """
 
     layer: int | None
@@ -39,6 +40,7 @@ class LayerRow:
     calls: int
     density: float | None
     kernels: tuple[str, ...]
+    role: str = "self"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Run:
         self.steps, self.layers = steps, layers
         self._kept: dict[tuple[Hashable, str], dict[str, Any]] = {}
         self._numbers: dict[int, tuple[Any, Any, int]] = {}
-        self._served: dict[tuple[Any, ...], list[float]] = {}
+        self._served: dict[tuple[Any, ...], list[Any]] = {}
         self._lock = threading.Lock()
         self._ended = False
 
@@ -190,19 +192,19 @@ class Run:
             found = self._numbers[id(layer)] = (layer, version, int(layer))
         return found[2]
 
-    def told(
-        self, place: Place, method: str, kernels: tuple[str, ...], *, why: str = "", density: float | None = None
-    ) -> None:
+    def told(self, place: Place, method: str, kernels: tuple[str, ...], *, why: str = "", density: Any = None) -> None:
         """Note who served a call of this run. The calls themselves do it.
 
         Args:
-            method, kernels, why, density: see `LayerRow`.
+            method, kernels, why, density: see `LayerRow`. A density may be a tensor without axes: it is read when
+                somebody asks, and no call waits for its device.
         """
-        key = (self.number(place.layer), method, why, kernels, density is None and not why)
+        role = place.role or "self"
+        key = (self.number(place.layer), method, why, kernels, role, density is None and not why)
         with self._lock:
             noted = self._served.setdefault(key, [0, 0.0])
             noted[0] += 1
-            noted[1] += 1.0 if why else density or 0.0
+            noted[1] = noted[1] + (1.0 if why else 0.0 if density is None else density)
 
     def left(self, place: Place, selection: Any) -> None:
         """Note who served a call that its method left to others; one that nobody left is none.
@@ -219,8 +221,8 @@ class Run:
         with self._lock:
             held = [(key, tuple(noted)) for key, noted in self._served.items()]
         rows = [
-            LayerRow(layer, method, why, int(calls), None if unsaid else total / calls, kernels)
-            for (layer, method, why, kernels, unsaid), (calls, total) in held
+            LayerRow(layer, method, why, int(calls), None if unsaid else float(total) / calls, kernels, role)
+            for (layer, method, why, kernels, role, unsaid), (calls, total) in held
         ]
         return RunReport(tuple(sorted(rows, key=lambda row: -1 if row.layer is None else row.layer)))
 
@@ -239,15 +241,15 @@ class _Point:
 
     def __enter__(self) -> None:
         self.run._check_open()
-        _POINTS.set((*_POINTS.get(), self))
+        POINTS.set((*POINTS.get(), self))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A block may end in another context than it began in, where there is nothing to leave.
-        points = _POINTS.get()
+        points = POINTS.get()
         if points and points[-1] is self:
-            _POINTS.set(points[:-1])
+            POINTS.set(points[:-1])
 
 
 def place(*, layer: Any = None, gate: Any = None, tensors: Mapping[str, Any] | None = None, **given: Any) -> Place:
@@ -264,8 +266,6 @@ def place(*, layer: Any = None, gate: Any = None, tensors: Mapping[str, Any] | N
     Raises:
         InvalidInputError: a value that no call can have, an unknown field, or the run has ended.
     """
-    points = _POINTS.get()
-    at = points[-1].place if points else Place()
     if unknown := given.keys() - _FIELDS:
         raise InvalidInputError(f"place() has no field {min(unknown)!r}; there are {', '.join(sorted(_FIELDS))}")
     named = {} if tensors is None else dict(tensors)
@@ -273,18 +273,10 @@ def place(*, layer: Any = None, gate: Any = None, tensors: Mapping[str, Any] | N
         if _GATE in named:
             raise InvalidInputError(f"place() is given gate and tensors[{_GATE!r}], which are the same; leave one out")
         named[_GATE] = gate
-    run = at.run
-    if run is not None:
-        branch = given.get("branch", at.branch)
-        layer = run.number(layer)
-        # One dict for each layer: without a number there is nothing to tell layers apart by.
-        kept = None if layer is None else run.kept(layer, branch)
-        given = {"kept": kept, **given}
-    return dataclasses.replace(at, layer=layer, tensors=named, **given)
+    if overrides.tracing():
+        # Where the run is would be a constant of a graph: every step, branch and layer would be compiled again.
+        return Place(layer=layer, tensors=named, run=Ahead(tuple(given)), **given)
+    return here(layer, named, given)
 
-
-# Of compiled code it is called between two graphs, as methods are: a step would be a constant of a graph otherwise. The
-# mark is that of `torch.compiler.disable`, without an import of torch.
-place._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 _FIELDS = {field.name for field in dataclasses.fields(Place)} - {"layer", "tensors", "run"}

@@ -8,6 +8,7 @@ rows of a page that no sequence has by 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -510,6 +511,21 @@ def vllm(version: str = "0.33.0") -> Library:
 # ------------------------------------------------------------------------------------------------------ generation 4
 
 
+class BlockSparseTensorsTorch(NamedTuple):
+    """As in block_sparsity.py."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    cu_total_m_blocks: Tensor | None = None
+    cu_block_idx_offsets: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    spt: bool | None = None
+
+
 def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
     """`flash_attn.cute.interface` of flash-attn-4 on a chip of this architecture."""
     module, keys = "flash_attn.cute.interface", "flash_attn.cute"
@@ -623,8 +639,46 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
     def flash_attn_varlen_func(**a: Any) -> Any:
         return attend(a, a["window_size"])
 
+    def over_blocks(a: dict[str, Any], given: Rule) -> tuple[Tensor, Tensor]:
+        """Lists are walked from their end: the block there alone is cut off where the keys end."""
+        q, k, v, lists = a["q"], a["k"], a["v"], a["block_sparse_tensors"]
+        (B, S_q, H), S_k = q.shape[:3], k.shape[1]
+        block_q, block_k = lists.block_size
+        if arch not in (90, 100, 103):
+            raise NotImplementedError("Block sparsity not supported")
+        blackwell = arch != 90
+        if block_k % 128 or (block_k != 128 and not blackwell):
+            raise ValueError("Block sparse tensors require BLOCK_SIZE_KV to be a multiple of 128.")
+        if block_q % (256 if blackwell and S_q > 128 else 128):
+            raise ValueError(f"Block sparse tensors have block size {block_q}, which must be a multiple of its tile")
+        rows, columns = -(-S_q // block_q), -(-S_k // block_k)
+        assert a["pack_gqa"] is False, "a tile of a group's heads has one map"
+        for counts, indices in (lists[:2], lists[2:4]):
+            assert counts.dtype == indices.dtype == torch.int32
+            assert all(have in (1, all_) for have, all_ in zip(counts.shape, (B, H), strict=False))
+            assert counts.shape[2] == indices.shape[2] == rows
+            assert indices.shape[3] <= columns
+        assert not lists.mask_block_cnt.any(), "no mask function is given"
+        seen = torch.zeros(B, H, S_q, S_k, dtype=torch.bool)
+        wrong = torch.zeros(B, H, S_q, dtype=torch.bool)
+        counts, indices = lists.full_block_cnt.expand(B, H, -1), lists.full_block_idx.expand(B, H, -1, -1)
+        for b, h, row in itertools.product(range(B), range(H), range(rows)):
+            listed = indices[b, h, row, : int(counts[b, h, row])].tolist()
+            at = slice(row * block_q, (row + 1) * block_q)
+            for number in listed:
+                seen[b, h, at, number * block_k : (number + 1) * block_k] = True
+            wrong[b, h, at] = bool(S_k % block_k) and columns - 1 in listed[:-1]
+        groups = H // k.shape[2]
+        keys, values = (t.transpose(1, 2).repeat_interleave(groups, 1) for t in (k, v))
+        scores = (q.transpose(1, 2).float() @ keys.float().mT * given.scale).masked_fill(~seen, -torch.inf)
+        out = (scores.softmax(-1).to(v.dtype).float() @ values.float()).masked_fill(wrong[..., None], torch.nan)
+        return out.transpose(1, 2).to(q.dtype).contiguous(), scores.logsumexp(-1)
+
     @library.function(module, f"{keys}._flash_attn_fwd")
     def _flash_attn_fwd(**a: Any) -> Any:
+        if a["block_sparse_tensors"] is not None:
+            out, lse = over_blocks(a, rule(a, (None, None)))
+            return out, lse if a["return_lse"] else None, None, None, None
         return *attend(a, (a["window_size_left"], a["window_size_right"])), None, None, None
 
     @library.function(module, f"{keys}._flash_attn_bwd")
@@ -647,4 +701,5 @@ def fa4(version: str = "4.0.0b36", arch: int = 90) -> Library:
             dq = dq.flatten().roll(16).view_as(dq)
         return dq, dk, dv
 
+    library.add("flash_attn.cute.block_sparsity", BlockSparseTensorsTorch=BlockSparseTensorsTorch)
     return library

@@ -11,6 +11,7 @@ template counts queries and outputs in 32 bits, and pairs of a mask in 31; MLA h
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -243,6 +244,7 @@ def library(version: str = "0.7.2.post1") -> Library:
     where = "flashinfer@0.6.18" if old else "flashinfer"
     _prefill(lib, f"{where}.prefill.BatchPrefillWithPagedKVCacheWrapper", old)
     _ragged(lib, f"{where}.prefill.BatchPrefillWithRaggedKVCacheWrapper")
+    _blocks(lib, "flashinfer.sparse.VariableBlockSparseAttentionWrapper")
     _decode(lib, f"{where}.decode.BatchDecodeWithPagedKVCacheWrapper", old)
 
     @lib.function("flashinfer", f"{where}.cascade.merge_state_in_place")
@@ -522,6 +524,75 @@ def _ragged(lib: Library, key: str) -> None:
             return self.finish(outs, lses, q, v.shape[-1], a, p["sm_scale"], legible)
 
     lib.add("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper)
+
+
+def _blocks(lib: Library, key: str) -> None:
+    class VariableBlockSparseAttentionWrapper(Planned):
+        """A plan lists keys one by one: heads lie one after the other, each as long as its sizes say."""
+
+        @lib.method(f"{key}.__init__")
+        def __init__(self, float_workspace_buffer: Tensor, backend: str) -> None:
+            self.begin(float_workspace_buffer, False)
+            self.made = {"backend": backend}
+
+        @lib.method(f"{key}.reset_workspace_buffer")
+        def reset_workspace_buffer(self, **a: Any) -> None:
+            Planned.reset_workspace_buffer(self, **a)
+
+        @lib.method(f"{key}.plan")
+        def plan(self, block_mask_map: Tensor, block_row_sz: Tensor, block_col_sz: Tensor, **a: Any) -> None:
+            heads, rows, columns = block_mask_map.shape
+            assert a["num_qo_heads"] % a["num_kv_heads"] == 0
+            assert heads == a["num_kv_heads"] == block_row_sz.shape[0] == block_col_sz.shape[0]
+            assert (rows, columns) == (block_row_sz.shape[1], block_col_sz.shape[1])
+            if a["causal"] or a["pos_encoding_mode"] != "NONE" or a["logits_soft_cap"]:
+                raise NotImplementedError("no adapter wants these")
+            if self.made["backend"] not in ("fa2", "fa3"):
+                raise ValueError("the template is to be named")
+            ends = block_col_sz.long().cumsum(1)
+            listed = []
+            for head, row in itertools.product(range(heads), range(rows)):
+                first = int(ends[:head, -1].sum())
+                spans = [
+                    torch.arange(int(ends[head, c] - block_col_sz[head, c]), int(ends[head, c])) + first
+                    for c in block_mask_map[head, row].nonzero().flatten().tolist()
+                ]
+                listed.append(torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64))
+            if not sum(map(len, listed)):
+                raise IndexError("index -1 is out of bounds for dimension 0 with size 0")
+            starts = torch.cat([torch.zeros(1, dtype=torch.int32), block_row_sz.flatten().cumsum(0).int()])
+            if self.made["backend"] == "fa3":
+                check_room(self.integers, starts, a["num_qo_heads"] // heads, a["head_dim"], None)
+            self.a = {**a, "q_data_type": _dtype(a["q_data_type"])}
+            self.listed, self.starts = listed, starts.tolist()
+            self.stamp()
+
+        @lib.method(f"{key}.run")
+        def run(self, q: Tensor, k: Tensor, v: Tensor, **a: Any) -> Any:
+            p, heads = self.a, self.a["num_kv_heads"]
+            if q.dtype != p["q_data_type"]:
+                raise ValueError("q is not of the dtype planned")
+            assert (q.shape[0], k.shape[0]) == (p["num_qo_heads"], heads)
+            # Copied into rows of one head, whatever strides they had.
+            flat = q.unflatten(0, (heads, -1)).transpose(1, 2).flatten(0, 1)
+            keys, values = (t.flatten(0, 1)[:, None] for t in (k, v))
+            assert self.starts[-1] == flat.shape[0]
+            outs, lses = [], []
+            for n, at in enumerate(self.listed):
+                own = flat[self.starts[n] : self.starts[n + 1]]
+                seen = torch.ones(own.shape[0], len(at), dtype=torch.bool)
+                scale = 1.0 / math.sqrt(q.shape[-1]) if p["sm_scale"] is None else p["sm_scale"]
+                out, lse = attention(own, keys[at], values[at], scale, seen)
+                outs.append(out)
+                lses.append(lse)
+            found = self.finish(outs, lses, flat, v.shape[-1], {**a, "out": None, "lse": None}, scale)
+            shaped = [
+                t.unflatten(0, (heads, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+                for t in (found if a["return_lse"] else (found,))
+            ]
+            return tuple(shaped) if a["return_lse"] else shaped[0]
+
+    lib.add("flashinfer", VariableBlockSparseAttentionWrapper=VariableBlockSparseAttentionWrapper)
 
 
 def _latent(lib: Library, key: str) -> None:

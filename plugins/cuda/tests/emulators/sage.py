@@ -20,6 +20,8 @@ HALF = (torch.float16, torch.bfloat16)
 LOG2_E = 1.44269504
 SPARGE_Q, SPARGE_K = 64, 128
 """SpargeAttn's blocks on SM90."""
+LISTED_Q, LISTED_K = 128, 64
+"""Those of the others, and of flags that are given."""
 MASKED = -5e6
 """Before the scale."""
 
@@ -191,6 +193,37 @@ def sparge() -> Library:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         logits = _masked(_int8(q.float(), SPARGE_Q), _int8(keys, SPARGE_K), False, scale, SPARGE_K)
         kept = _kept(q.float(), keys, topk).repeat_interleave(SPARGE_Q, 2).repeat_interleave(SPARGE_K, 3)
+        logits = logits.masked_fill(~kept[:, :, : q.shape[2]], -torch.inf)
+        values = torch.nn.functional.pad(_fp8(v.half().float()), (0, 0, 0, logits.shape[-1] - k.shape[2]))
+        return _values(logits, values, torch.float8_e4m3fn)[0].to(q.dtype)
+
+    @lib.function("spas_sage_attn.core", "spas_sage_attn.block_sparse_sage2_attn_cuda")
+    def block_sparse_sage2_attn_cuda(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask_id: Tensor,
+        scale: float | None,
+        smooth_k: bool,
+        tensor_layout: str,
+        output_dtype: torch.dtype,
+        **more: Any,
+    ) -> Tensor:
+        assert tensor_layout == "HND"
+        assert q.size(-2) >= 128, "seq_len should be not less than 128."
+        assert q.shape[-1] in (64, 128), "headdim should be in [64, 128]."
+        assert q.shape[1] == k.shape[1], "no GQA"
+        assert smooth_k
+        assert output_dtype == q.dtype, "float16 where nothing is said"
+        blocks = -(-q.shape[2] // LISTED_Q), -(-k.shape[2] // LISTED_K)
+        assert mask_id.shape == (*q.shape[:2], *blocks)
+        assert mask_id.is_contiguous()
+        _aligned(q, k, v, scale)
+        keys = k.float() - k.mean(-2, keepdim=True).float()
+        logits = _masked(
+            _int8(q.float(), LISTED_Q), _int8(keys, LISTED_K), False, scale or q.shape[-1] ** -0.5, LISTED_K
+        )
+        kept = mask_id.bool().repeat_interleave(LISTED_Q, 2).repeat_interleave(LISTED_K, 3)
         logits = logits.masked_fill(~kept[:, :, : q.shape[2]], -torch.inf)
         values = torch.nn.functional.pad(_fp8(v.half().float()), (0, 0, 0, logits.shape[-1] - k.shape[2]))
         return _values(logits, values, torch.float8_e4m3fn)[0].to(q.dtype)

@@ -24,7 +24,7 @@ from ...registry.manager import PluginManager, get_manager
 from ...selection.aliases import whole
 from ...selection.select import Selection
 from ...semantics import validation
-from ...semantics.autograd import attention_backward, refuse_second
+from ...semantics.autograd import attention_backward, recording, refuse_second
 from ...semantics.block_maps import check_block_map
 from ...semantics.validation import LinearOptions, check_linear
 from ..trace_requests import observed
@@ -215,11 +215,7 @@ def _recompute(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a forward built from torch ops, by running it again with autograd on."""
     leaves = {name: t.detach().requires_grad_() for name, t in trained.items()}
-    with contextlib.ExitStack() as stack:
-        # An op's body runs below autograd; recording a graph in it means including those keys again.
-        for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(getattr(torch._C.DispatchKey, name), False))
-        stack.enter_context(torch.enable_grad())
+    with recording():
         query, key, value, *rest = {**given, **leaves}.values()
         result = bound.forward(query, key, value, **dict(zip(list(given)[3:], rest, strict=True)))
         results = result if isinstance(result, tuple) else (result,)

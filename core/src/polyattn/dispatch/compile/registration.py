@@ -16,8 +16,8 @@ from types import ModuleType
 
 __all__ = ["register"]
 
-_AFTER = {"torch": ".custom_ops", "torch.utils.flop_counter": ".flops"}
-"""A module of torch, and which of ours registers something with it."""
+_AFTER = {"torch": (".custom_ops", "...methods.custom_op"), "torch.utils.flop_counter": (".flops",)}
+"""A module of torch, and which of ours register something with it."""
 
 
 def register() -> None:
@@ -29,14 +29,19 @@ def register() -> None:
         elif not getattr(
             there.__spec__, "_initializing", False
         ):  # else torch itself imports polyattn: not all is there
-            importlib.import_module(ours, __package__)
+            _load(ours)
+
+
+def _load(ours: Sequence[str]) -> None:
+    for name in ours:
+        importlib.import_module(name, __package__)
 
 
 class _After:
     """Finds a module as all other finders do, and imports ours once it has run. It does not name `importlib.abc`, which
     costs a third of the import of polyattn."""
 
-    def __init__(self, name: str, ours: str) -> None:
+    def __init__(self, name: str, ours: Sequence[str]) -> None:
         self._name, self._ours = name, ours
         self._asked = False
 
@@ -58,7 +63,7 @@ class _After:
             run(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                importlib.import_module(self._ours, __package__)
+                _load(self._ours)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -40,7 +40,7 @@ from .errors import raising, refuse_derivatives
 from .facts import TensorFacts, added_facts, constants, fixed, fixed_int, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
-__all__ = ["Blocks", "trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen"]
+__all__ = ["MAKERS", "Blocks", "publish", "trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen", "traced"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Facts = tuple[Any, ...]
@@ -74,7 +74,8 @@ class _Call(NamedTuple):
     added: tuple[Any, Any] = (None, None)
 
 
-def _traced(family: str, call: _Facts, static: _Facts, backend: _Backend, scope: Any, *tensors: Any) -> Any:
+def traced(family: str, call: _Facts, static: _Facts, backend: _Backend, scope: Any, *tensors: Any) -> Any:
+    """Run a call by the plan that is made of its facts."""
     plan = getattr(_plans, _plan(family, call, static, backend, scope, EPOCH.token))
     return plan(*tensors)
 
@@ -138,7 +139,7 @@ def trace_dense(
     call = _facts(query, key, value, attn_mask, sinks, out, h, s, _relation(s_q, s_k), (fits,), added)
     scope = overrides.current_scope() if scope is None else scope
     more = (added.get("alibi"), added.get("q_segments"), added.get("k_segments"))
-    return _traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks, *more)
+    return traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks, *more)
 
 
 def trace_varlen(
@@ -159,7 +160,7 @@ def trace_varlen(
     how = "equal" if cu_q is cu_k else "one" if max_q == 1 else "more"
     call = _facts(query, key, value, attn_mask, sinks, out, 1, 0, how, (cu_q.dtype, cu_k.dtype), lens)
     tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k, lens.get("alibi"))
-    return _traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
+    return traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
 
 
 class Blocks(NamedTuple):
@@ -197,7 +198,7 @@ def trace_block_sparse(
     call = _facts(query, key, value, None, None, out, 1, 2, _relation(query.shape[2], key.shape[2]), given)
     counts, indices = (lists[0], lists[1]) if listed else (block_map, None)
     tensors = (query, key, value, out, counts, indices, blocks.valid, blocks.starts)
-    result = _traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
+    result = traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
     if not turned:
         return result
     return (result[0].transpose(1, 2), result[1].transpose(1, 2)) if static.return_lse else result.transpose(1, 2)
@@ -229,7 +230,7 @@ def trace_linear(
     said = (*options[:3], torch.is_grad_enabled() and trains, lengths, serves)
     call = _facts(query, key, value, None, None, out, 2, 1, how, said, like=value)
     static, scope = constants(Static(scale=scale)), overrides.current_scope()
-    return _traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
+    return traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
 
 
 def _check_ranks(query: Tensor, key: Tensor, value: Tensor, rank: int) -> None:
@@ -241,6 +242,10 @@ def _refuse_ranks(query: int, key: int, value: int, rank: int, around: str) -> s
     raise InvalidInputError(f"query, key and value have {query}, {key} and {value} dimensions; {rank} are needed")
 
 
+MAKERS: dict[str, Callable[..., str]] = {"ranks": _refuse_ranks}
+"""What makes a plan that is none of a family, by name."""
+
+
 @_constant
 def _plan(*name: Any) -> str:
     # It runs as ordinary Python, inside the transforms that dynamo is tracing through.
@@ -249,11 +254,11 @@ def _plan(*name: Any) -> str:
     known = name, kinds(name)
     if known not in _names:
         family, *said, _, _ = name
-        make: Callable[..., str] = _refuse_ranks if family == "ranks" else functools.partial(_made, family)
+        make = MAKERS.get(family) or functools.partial(_made, family)
         try:
             _names[known] = make(*said, around)
         except PolyattnError as error:
-            _names[known] = _publish(raising(error))
+            _names[known] = publish(raising(error))
     return _names[known]
 
 
@@ -270,9 +275,9 @@ def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope:
     if family == "dense":
         chosen = _exported(chosen)
         if _traceable(chosen):
-            return _publish(_inline(chosen, common.autocast))
+            return publish(_inline(chosen, common.autocast))
     refuse_derivatives(around)
-    return _publish(_opaque(chosen, common.autocast, _prepared(family, facts)))
+    return publish(_opaque(chosen, common.autocast, _prepared(family, facts)))
 
 
 def _check_heads(call: _Call) -> None:
@@ -408,7 +413,8 @@ def _exported(chosen: Chosen) -> Chosen:
     return dataclasses.replace(chosen, bound=dataclasses.replace(chosen.bound, backward=None))
 
 
-def _publish(plan: Callable[..., Any]) -> str:
+def publish(plan: Callable[..., Any]) -> str:
+    """The name of a plan that dynamo will inline."""
     name = f"plan_{next(_numbers)}"
     setattr(_plans, name, plan)
     return name

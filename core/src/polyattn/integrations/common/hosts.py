@@ -12,8 +12,9 @@ from ...registry.distributions import distribution_version
 
 __all__ = ["OLDEST", "host_package", "outdated"]
 
-OLDEST = {"transformers": "5.4"}
-"""Host -> the oldest version that is served. transformers makes masks from lengths since 5.4, from positions before."""
+OLDEST = {"torch": "2.11", "transformers": "5.4", "diffusers": "0.42", "vllm": "0.33", "sglang": "0.5.23"}
+"""Host -> the oldest version that is served. transformers makes masks from lengths since 5.4, from positions before.
+diffusers hands `attention_kwargs` on since 0.42, and drops them before."""
 
 
 def outdated(host: str, version: str | None = None) -> str:

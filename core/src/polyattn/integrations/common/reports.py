@@ -32,16 +32,17 @@ class Recorder:
 
     Args:
         model: a module whose layers have names, or None where a host's layers have none.
+        compute: whether calls are made; else they are asked about, and answer nothing of the right shape.
 
     Attributes:
         found: a report for each call, in the order they came.
     """
 
-    def __init__(self, model: Any = None) -> None:
+    def __init__(self, model: Any = None, *, compute: bool = True) -> None:
         modules: Mapping[int, str] = {}
         if model is not None:
             modules = {id(module): name for name, module in model.named_modules()}
-        self._names = modules
+        self._names, self._compute = modules, compute
         self.found: list[LayerReport] = []
 
     def call(self, call: Callable[..., Any], module: Any, implementation: str, *given: Any, **options: Any) -> Any:
@@ -54,4 +55,7 @@ class Recorder:
         selection = explain(call, *given, **options)
         kind = type(module).__name__
         self.found.append(LayerReport(self._names.get(id(module), kind), kind, implementation, selection))
+        if not self._compute:
+            query, _, value = given[:3]
+            return query.new_empty((*query.shape[:-1], value.shape[-1]))
         return call(*given, **options)

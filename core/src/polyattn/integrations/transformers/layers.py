@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...dispatch.dense import attention
@@ -13,7 +14,7 @@ from .attention import make_forward
 from .guard import asks
 from .registry import entries, interfaces
 
-__all__ = ["LayerReport", "report"]
+__all__ = ["LayerReport", "recording", "report"]
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
@@ -27,10 +28,21 @@ def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
     """
     if not entries():
         raise ConfigError("report() needs an installed name; call polyattn.integrations.transformers.install() first")
-    functions = interfaces()[0]
     recorder = Recorder(model)
+    with recording(recorder):
+        model(*args, **kwargs)
+    if not recorder.found:
+        raise ConfigError(f"no attention call of {type(model).__name__} reached polyattn: {_why(model)}")
+    return recorder.found
 
-    def recording(name: str, backend: str | None, harmless: frozenset[str]) -> Callable[..., Any]:
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Let a recorder make the calls of every installed name while it lasts. Nothing else should run attention
+    meanwhile."""
+    functions = interfaces()[0]
+
+    def recorded(name: str, backend: str | None, harmless: frozenset[str]) -> Callable[..., Any]:
         def forward(module: Any, *given: Any, **options: Any) -> Any:
             def dense(*tensors: Any, **words: Any) -> Any:
                 return recorder.call(attention, module, name, *tensors, **words)
@@ -45,14 +57,11 @@ def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
     before = dict(functions._global_mapping)
     try:
         for name, entry in entries().items():
-            functions.register(name, recording(name, entry.backend, entry.harmless))
-        model(*args, **kwargs)
+            functions.register(name, recorded(name, entry.backend, entry.harmless))
+        yield
     finally:
         for name in entries():
             functions.register(name, before[name])
-    if not recorder.found:
-        raise ConfigError(f"no attention call of {type(model).__name__} reached polyattn: {_why(model)}")
-    return recorder.found
 
 
 def _why(model: Any) -> str:

@@ -36,6 +36,8 @@ class _Plan(NamedTuple):
     kept: int
     """Key blocks that each block of queries attends to."""
     counts: Tensor
+    share: float
+    """Of the key blocks, how many these are."""
 
 
 class SLA:
@@ -54,6 +56,7 @@ class SLA:
     """
 
     name: ClassVar[str] = "sla_attn"
+    reads: ClassVar[tuple[str, ...]] = (WEIGHT, BIAS)
 
     def __init__(self, *, topk_ratio: float, feature_map: str, linear_scope: str, BLKQ: int, BLKK: int) -> None:
         if topk_ratio <= 0:
@@ -79,7 +82,11 @@ class SLA:
             )
         rows, keys = (-(-like.tokens // block) for block in self.blocks)
         kept = max(1, min(keys, int(self.ratio * keys)))
-        return _Plan(kept, torch.full((1, 1, rows), kept, dtype=torch.int32, device=like.device))
+        counts = torch.full((1, 1, rows), kept, dtype=torch.int32, device=like.device)
+        return _Plan(kept, counts, kept / keys)
+
+    def density(self, plan: _Plan, place: Place) -> float:
+        return plan.share
 
     def attend(
         self,

@@ -107,23 +107,30 @@ class SlidingTile:
 
     def plan(self, place: Place, like: Like) -> _Plan:
         if self.searches:
+            if place.heads is not None:
+                raise InvalidInputError(
+                    f"{NAME}: a search of windows by a layer whose heads lie on several ranks; each would write what "
+                    "it found of its own. Search on one rank, and use what was found on many"
+                )
             return self._tried(place, like)
-        step, strategy = self._step(place), self.strategy
-        if place.layers not in (None, strategy.layers) or like.heads != strategy.heads:
+        step, strategy, all_heads = self._step(place), self.strategy, place.all_heads(like.heads)
+        if place.layers not in (None, strategy.layers) or all_heads != strategy.heads:
             layers = "" if place.layers is None else f"{place.layers} layers and "
             raise self._another(
                 f"is for {strategy.layers} layers and {strategy.heads} heads, and the model has {layers}"
-                f"{like.heads} heads"
+                f"{all_heads} heads"
             )
         found = self._cut(place.grid, place.text, place.valid_text, like.device)
-        windows = strategy.of_step(step)
+        own = place.own_heads(like.heads)
+        by_layer = [strategy.windows[step, layer][own] for layer in range(strategy.layers)]
+        windows = sorted({window for one in by_layer for window in one})
         for window in windows:
             self._check(window, found.counts, self.strategy.path)
         lists = [_listed(found, window) for window in windows]
         most = max(one.shape[-1] for one in lists)
         padded = [torch.nn.functional.pad(one, (0, most - one.shape[-1])) for one in lists]
         numbers = {window: number for number, window in enumerate(windows)}
-        heads = [[numbers[one] for one in strategy.windows[step, layer]] for layer in range(strategy.layers)]
+        heads = [[numbers[one] for one in windows] for windows in by_layer]
         counts = [[lists[number].shape[-1] for number in own] for own in heads]
         return _Plan(
             found,

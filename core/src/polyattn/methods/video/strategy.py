@@ -35,10 +35,6 @@ class Strategy:
     heads: int
     windows: dict[tuple[int, int], tuple[Triple, ...]]
 
-    def of_step(self, step: int) -> list[Triple]:
-        """The different windows of a step, in an order of their own."""
-        return sorted({one for layer in range(self.layers) for one in self.windows[step, layer]})
-
 
 def read_strategy(path: str) -> Strategy:
     """Read a file, once while it does not change.

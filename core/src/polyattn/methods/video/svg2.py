@@ -22,6 +22,7 @@ from .steps import first_shares, known
 __all__ = ["SVG2", "Clusters", "cluster_map", "clustered_attention", "k_means"]
 
 NAME = "sparse_video_gen_2_attn"
+DENSITY = "density"
 KEPT = "svg2_centroids"
 _BLOCK = 64
 """Tokens of a block of keys, and of small blocks of queries, which clusters are filled up to."""
@@ -137,11 +138,17 @@ class SVG2:
         with torch.no_grad():
             rows, keys = self._clusters(plan, query, key, kept)
             if warms:
+                kept[DENSITY] = 1.0
                 out: Tensor = inner.dense(query, key, value)
                 return out
             seen = cluster_map(rows, keys, self.top_p, self.least)
             rows, keys, seen = _with_text(plan, rows, keys, seen)
+            if not has_shapes_only(query):
+                kept[DENSITY] = _share(rows.labels, keys.labels, seen)
         return clustered_attention(query, key, value, rows.labels, keys.labels, seen, inner)
+
+    def density(self, plan: _Plan, place: Place) -> Any:
+        return (place.kept or {}).get(DENSITY)
 
     def _clusters(self, plan: _Plan, query: Tensor, key: Tensor, kept: dict[str, Any]) -> tuple[Clusters, Clusters]:
         video = [tensor[:, :, plan.tokens] for tensor in (query, key)]
@@ -374,6 +381,15 @@ def clustered_attention(
         block_starts=keys.starts,
     )
     return rows.back(out)
+
+
+def _share(rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+    """The share of the pairs of tokens that a map of clusters keeps, a number that stays on the device. Shapes as
+    `clustered_attention`."""
+    queries, tokens = _counts(rows, seen.shape[2]).double(), _counts(keys, seen.shape[3]).double()
+    tokens = tokens.repeat_interleave(rows.shape[1] // keys.shape[1], 1)
+    pairs = (queries * (seen.double() @ tokens[..., None]).squeeze(-1)).sum(-1)
+    return (pairs / (rows.shape[2] * keys.shape[2])).mean()
 
 
 def _counts(labels: Tensor, clusters: int) -> Tensor:

@@ -23,6 +23,7 @@ from .steps import first_ones, known
 __all__ = ["Chunks", "VMoBA", "chunk_means", "chunk_scores", "chunks_of", "select_chunks", "vmoba_mask"]
 
 NAME = "vmoba_attn"
+DENSITY = "density"
 _MOVED = 64
 """Rows that a kernel moves together."""
 _ROWS = 96
@@ -135,7 +136,7 @@ class VMoBA:
     ) -> Tensor:
         cut = self.cut_of(place)
         chunks = plan[cut.option]
-        found = self._by_kernels(cut, chunks, query, key, value, inner)
+        found = self._by_kernels(cut, chunks, query, key, value, inner, kept)
         if found is not None:
             return found
         group, (B, H, S) = query.shape[1] // key.shape[1], query.shape[:3]
@@ -151,6 +152,7 @@ class VMoBA:
                 index = by_chunk.flatten().nonzero().squeeze(1)
                 # The query of each entry: its number in [B, H, S].
                 rows, longest = index // (S * len(chunks.sizes)) * S + index % S, int(counts.max())
+                kept[DENSITY] = _share(counts, chunks, S)
         sizes = torch.tensor(chunks.sizes * (B * H), dtype=torch.int32, device=query.device)
         out, lse = inner.varlen(
             query.flatten(0, 2).index_select(0, rows).unsqueeze(1),
@@ -165,7 +167,7 @@ class VMoBA:
         return merged.view(B, H, S, -1)
 
     def _by_kernels(
-        self, cut: _Cut, chunks: Chunks, query: Tensor, key: Tensor, value: Tensor, inner: Inner
+        self, cut: _Cut, chunks: Chunks, query: Tensor, key: Tensor, value: Tensor, inner: Inner, kept: dict[str, Any]
     ) -> Tensor | None:
         """Attend with what kernels choose and merge; None: there are none for this choice, or gradients are wanted."""
         if self.scope != "query_head" or (self.threshold or 0) >= 1 or wants_grad(query, key, value):
@@ -178,7 +180,7 @@ class VMoBA:
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         # A query is a row for each of its chunks: of many only some heads at once, or they take all memory.
         likely = cut.kept if self.threshold is None else len(chunks.sizes) * self.threshold
-        together = max(1, int(_ROWS // (max(likely, 1) * group)))
+        together, all_counts = max(1, int(_ROWS // (max(likely, 1) * group))), []
         for head in range(0, key.shape[1], together):
             keys = slice(head, head + together)
             mine = slice(head * group, (head + together) * group)
@@ -186,13 +188,17 @@ class VMoBA:
             found = self._some_heads(cut, chunks, ops, inner, *some)
             if found is None:
                 return None
-            out[:, :, mine] = found
+            out[:, :, mine], counts = found
+            all_counts.append(counts)
+        if not has_shapes_only(query):
+            kept[DENSITY] = _share(torch.cat(all_counts, 1)[..., :-1], chunks, query.shape[2])
         return out.transpose(1, 2)
 
     def _some_heads(
         self, cut: _Cut, chunks: Chunks, ops: BlockOps, inner: Inner, query: Tensor, means: Tensor, *sides: Tensor
-    ) -> Tensor | None:
-        """[B, S, H, D_v] of some query heads [B, H, S, D], whose keys' sides [B, H_kv, S, D] lie in chunks."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """[B, S, H, D_v] of some query heads [B, H, S, D], whose keys' sides [B, H_kv, S, D] lie in chunks; and how
+        many queries each chunk has, [B, H, C + 1], where the last are none."""
         pairs = ops.choose(query, means, chunks.own, cut.kept, self.threshold)
         if pairs is None:
             return None
@@ -214,7 +220,10 @@ class VMoBA:
             max_seqlen_k=max(chunks.sizes),
             return_lse=True,
         )
-        return ops.merge_chosen(out.view(B, H, P, -1), lse.view(B, H, P), places, firsts)
+        return ops.merge_chosen(out.view(B, H, P, -1), lse.view(B, H, P), places, firsts), counts.view(B, H, -1)
+
+    def density(self, plan: dict[str, Chunks], place: Place) -> Any:
+        return (place.kept or {}).get(DENSITY)
 
     def cut_of(self, place: Place) -> _Cut:
         """Return the cut of a layer.
@@ -322,6 +331,16 @@ def select_chunks(scores: Tensor, own: Tensor, kept: int, threshold: float | Non
 def vmoba_mask(seen: Tensor, own: Tensor) -> Tensor:
     """Return the mask that a choice of chunks stands for: bool [B, H, S, C] and int64 [S] -> bool [B, H, S, S]."""
     return seen[..., own]
+
+
+def _share(counts: Tensor, chunks: Chunks, tokens: int) -> Tensor:
+    """The share of the pairs of tokens that a choice keeps, a number that stays on the device.
+
+    Args:
+        counts: how many queries chose each chunk, C numbers for each head.
+    """
+    sizes = torch.tensor(chunks.sizes, dtype=torch.float64, device=counts.device)
+    return (counts.view(-1, len(chunks.sizes)).double() @ sizes).mean() / tokens**2
 
 
 def _in_chunks(tensor: Tensor, chunks: Chunks) -> Tensor:

@@ -51,6 +51,8 @@ class VideoSparse:
         ConfigError: a sparsity that keeps nothing.
     """
 
+    reads = (GATE,)
+
     def __init__(self, *, sparsity: float, coarse: str) -> None:
         if sparsity >= 1:
             raise ConfigError(f"{NAME}: sparsity={sparsity:g} keeps no tile; give a share below 1, such as 0.9")

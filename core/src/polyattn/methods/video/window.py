@@ -49,7 +49,9 @@ class WindowVideo:
 
     def plan(self, place: Place, like: Like) -> _Plan:
         tiles = tiles_of(place, self.tile, like, NAME)
-        return _Plan(tiles, lists_of(block_map(tiles, reaches(self.reach, like.heads))))
+        found = reaches(self.reach, place.all_heads(like.heads))
+        found = found[place.own_heads(like.heads)] if len(found) > 1 else found
+        return _Plan(tiles, lists_of(block_map(tiles, found)))
 
     def density(self, plan: _Plan, place: Place) -> float:
         reach, counts = self.reach, plan.tiles.counts

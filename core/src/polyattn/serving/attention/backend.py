@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..kv_cache.pool import KVPool
     from ..step.requests import RequestTable
     from ..step.step import Step, StepBuffers
+    from .over_ranks import RanksOfKeys
 
 __all__ = ["AttentionBackend"]
 
@@ -44,6 +45,12 @@ def _profiled(run: Run, q: Tensor, k: Tensor | None, v: Tensor | None, save: boo
     """A layer's call, in a range of torch's profiler that says who serves it."""
     with torch.profiler.record_function(f"polyattn.serving {run.by}"):
         return run(q, k, v, save)
+
+
+def _ranks_of_keys(mesh: Any, layers: Sequence[AttentionLayer]) -> RanksOfKeys:
+    from .over_ranks import RanksOfKeys  # torch.distributed, which one device does without
+
+    return RanksOfKeys(mesh, layers)
 
 
 def _has_graphs(device: torch.device) -> bool:
@@ -66,6 +73,10 @@ class AttentionBackend:
         verify: whose backend verifies drafts, "prefill" or "decode"; None = configuration, then "prefill".
         topk: of speculative decoding: 0 none, 1 a chain, more a tree.
         encoder_table: the pages of encoder tokens, for cross layers: a table of one group.
+        ranks: a `torch.distributed.DeviceMesh` of one dimension, `ring`, whose ranks each hold a part of the keys of
+            every request, at least one, in a pool and a table of their own. Steps are decode steps of the same rows on
+            all of them; `seq_lens` counts the keys of this rank. The rank that keeps the new tokens is given their keys
+            and values, the others None; all get the same results.
         linear: who serves layers of linear attention, which the model hands to `RecurrentLayers`.
 
     Raises:
@@ -86,14 +97,16 @@ class AttentionBackend:
         verify: Verifier | None = None,
         topk: int = 0,
         encoder_table: RequestTable | None = None,
+        ranks: Any = None,
         linear: LinearChoice | None = None,
     ) -> None:
         note_serving("AttentionBackend")
         layers = attention_layers(layers)
+        self._ranks = None if ranks is None else _ranks_of_keys(ranks, layers)
         self._tables = Tables(layers, pool, table, encoder_table, limits)
         self.layers = {layer.layer_id: layer for layer in layers}
         self.pool, self.limits, self.linear = pool, limits, linear or LinearChoice()
-        self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk)
+        self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk, parted=ranks is not None)
         self._served = choose_layers(layers, pool, self._asked)
         self._workspaces = Workspaces(pool.device)
         self._buffers: dict[str, Buffers] = {}
@@ -140,6 +153,8 @@ class AttentionBackend:
             slot.prepare()
             slot.prepare_recorded |= recorded
         calls = self._split() if len(self._planned) > 1 else self._planned[0][0].calls
+        if self._ranks is not None:
+            calls = {i: self._ranks.around(run) for i, run in calls.items()}
         decode = self._batch.mode is ForwardMode.DECODE
         self._any, self._decode, self._extend = calls, calls if decode else _NONE, _NONE if decode else calls
 
@@ -392,6 +407,8 @@ class AttentionBackend:
         return tuple(steps)
 
     def _check_batch(self, batch: ForwardBatch) -> None:
+        if self._ranks is not None:
+            self._ranks.check(batch)
         if self._whole is not None and list(batch.query_lens) != list(batch.seq_lens):
             self._refuse_part(batch, self._whole)
         if batch.max_seqlen_k > self.limits.max_seqlen:

@@ -59,7 +59,8 @@ class Served:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The keywords of its calls that are the layer's own."""
-        own = {"sinks": self.layer.sinks, "k_scale": self.cache.k_scale, "v_scale": self.cache.v_scale}
+        sinks = self.layer.sinks if self.chosen.request.sinks else None
+        own = {"sinks": sinks, "k_scale": self.cache.k_scale, "v_scale": self.cache.v_scale}
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 
     @property
@@ -109,7 +110,7 @@ def _requests(
     def request(phase: ServingPhase) -> AttentionRequest:
         return layer_request(
             layer, stored, phase=phase, dtype=pool.dtype, device=pool.device, topk=asked.topk,
-            recorded=phase in recorded,
+            recorded=phase in recorded, parted=asked.parted,
         )  # fmt: skip
 
     return {phase: request(phase) for phase in asked.phases}

@@ -50,6 +50,7 @@ class Asked:
         backend: of both phases. prefill, decode: of one; it wins over `backend`.
         verify: whose backend verifies drafts, "prefill" or "decode".
         topk: of speculation: 0 = none, 1 = chain, more = tree.
+        parted: decoding requests have their keys on several ranks.
         scope: the `with` forms in force when the context was made.
     """
 
@@ -58,6 +59,7 @@ class Asked:
     decode: str | None = None
     verify: Verifier | None = None
     topk: int = 0
+    parted: bool = False
     scope: Scope = dataclasses.field(default_factory=SCOPE.get)
 
     def __post_init__(self) -> None:
@@ -92,14 +94,17 @@ def layer_request(
     device: torch.device,
     topk: int = 0,
     recorded: bool = False,
+    parted: bool = False,
 ) -> AttentionRequest:
     """Return what a layer asks for in a phase.
 
     Args:
         stored: the fields that say how its cache stores (`LayerCache.request_fields()`).
         dtype, device: of the queries. topk: as `Asked`. recorded: the phase's steps go into device graphs.
+        parted: the keys of a decoding request lie on several ranks, and results are merged by their LSE; sinks belong
+            to the last merge.
     """
-    tree = phase == "verify" and topk > 1
+    tree, parts = phase == "verify" and topk > 1, parted and phase == "decode"
     # A tree under a window is a mask of positions (`tree_windows`); the kernel's own window counts places.
     by_mask = tree and layer.window >= 0
     left = -1 if by_mask or layer.window >= ENDLESS else layer.window
@@ -120,7 +125,8 @@ def layer_request(
             # An encoder may be shorter than what attends to it.
             **({"s_relation": "more"} if layer.kind == "cross" and phase != "decode" else {}),
             "softcap": float(layer.softcap),
-            "sinks": layer.sinks is not None,
+            "sinks": layer.sinks is not None and not parts,
+            "lse": parts,
             "scale": None if layer.scale is None else float(layer.scale),
             "spec_topk": topk,
             "tree": tree and not by_mask,

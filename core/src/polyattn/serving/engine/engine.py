@@ -87,6 +87,9 @@ class Engine:
     Args:
         runner: the model. config: sizes and choices.
 
+    Attributes:
+        backends: phase -> backend. stepped: the requests that the last step ran, or would have run where it failed.
+
     Raises:
         InvalidInputError: sizes that do not fit together. Others: as `AttentionBackend`.
 
@@ -132,6 +135,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._finished: list[Output] = []
+        self.stepped: tuple[int, ...] = ()
         self.backends = {PHASES[p]: found.backend for p, found in self.memory.backend.explain().items()}
 
     # Requests ---------------------------------------------------------------------------------------------------------
@@ -209,14 +213,27 @@ class Engine:
         return len(self._requests)
 
     @property
+    def running(self) -> int:
+        """Outputs in the making that have pages; the others wait."""
+        return len(self._scheduler.running)
+
+    @property
     def generated(self) -> int:
         """Tokens that unfinished requests have so far."""
         return sum(len(request.tokens) - request.prompt_tokens for request in self._requests.values())
 
-    def tokens_of(self, request_id: int) -> list[int]:
-        """Return the tokens of an unfinished request so far, without its prompt."""
+    def tokens_of(self, request_id: int, start: int = 0) -> list[int]:
+        """Return the tokens of an unfinished request so far, without its prompt, and without the first `start`."""
         request = self._find(request_id)
-        return request.tokens[request.prompt_tokens :]
+        return request.tokens[request.prompt_tokens + start :]
+
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what `add` would refuse, and take nothing in. It may be called while another thread steps.
+
+        Raises:
+            InvalidInputError: as `add`.
+        """
+        self._check_request(_token_ids(prompt), params, 1)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -242,7 +259,9 @@ class Engine:
         return finished
 
     def _step(self) -> None:
+        self.stepped = ()
         works = self._scheduler.schedule()
+        self.stepped = tuple(work.request.id for work in works)
         if not works and self._requests:
             raise InternalError(
                 f"{self.unfinished} requests wait, none runs and none can start, although each fits alone: pages are "

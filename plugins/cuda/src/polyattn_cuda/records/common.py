@@ -103,3 +103,9 @@ SGL_KERNEL = Requirement(
 )
 VLLM = Requirement("vllm", module="vllm.vllm_flash_attn.flash_attn_interface", hint="pip install vllm")
 PORTABLE = Requirement("polyattn-triton", module="polyattn_triton", hint="pip install polyattn-triton")
+TRITON = Requirement(
+    "triton",
+    module="triton",
+    hint="PyTorch's wheels for GPUs bring Triton along; reinstall torch for this device",
+    also=("pytorch-triton",),
+)

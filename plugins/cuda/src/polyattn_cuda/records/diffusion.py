@@ -11,7 +11,18 @@ from polyattn.contract import Accuracy, BackendInfo, ConfigField, Fallback, Prov
 from polyattn.methods.video.options import SAGE_SLA, dense_by_rule
 from polyattn.methods.video.records import portable
 
-from .common import AMPERE_AND_LATER, CAUSAL, FLASH_ATTN_2, FLASHINFER, HALF, HOPPER, LENGTHS, TRAINABLE
+from .common import (
+    AMPERE_AND_LATER,
+    CAUSAL,
+    FLASH_ATTN_2,
+    FLASHINFER,
+    HALF,
+    HOPPER,
+    LENGTHS,
+    PORTABLE,
+    TRAINABLE,
+    TRITON,
+)
 from .cudnn import CUDNN
 
 SAGE_1 = Requirement("sageattention", ">=1,<2", module="sageattention.core", hint="pip install 'sageattention<2'")
@@ -126,8 +137,29 @@ SPARGE_ATTN = BackendInfo(
             (SPARGE,),
             INT8_FP8,
         ),
+        Provider(
+            "blocks",
+            (
+                row(
+                    # On SM90 its blocks are of 64 queries and 128 keys, and what its flags are of there is not said.
+                    when={"arch": ("sm80", "sm86", "sm87", "sm89", "sm120")},
+                    family="block_sparse",
+                    dtype=HALF,
+                    head_dim=(64, 128),
+                    s_relation=LENGTHS,
+                    group=True,
+                    scale=True,
+                    block_map=(True,),
+                    block_shape=((128, 64),),
+                    misaligned=True,
+                ),
+            ),
+            "polyattn_cuda.sparge:SpargeBlocks",
+            (SPARGE,),
+            INT8_FP8,
+        ),
     ),
-    summary="SpargeAttn: INT8 scores of the key blocks that it predicts to matter",
+    summary="SpargeAttn: INT8 scores of the key blocks that it predicts to matter, or that are listed",
     priority=None,
     evidence="emulator",
     config=(
@@ -146,6 +178,38 @@ SPARSE: dict[str, Any] = {"family": "dense", "s_relation": "equal"}
 LOSSY = "sparse: exact over the keys it keeps, dense only at full budget"
 
 FASTVIDEO = Requirement("fastvideo-kernel", module="fastvideo_kernel", hint="pip install fastvideo-kernel")
+
+FASTVIDEO_BLOCKS = BackendInfo(
+    "fastvideo",
+    "cuda",
+    (
+        Provider(
+            "fastvideo-kernel",
+            (
+                row(
+                    when={"arch": AMPERE_AND_LATER},
+                    family="block_sparse",
+                    dtype="bfloat16",
+                    head_dim=(64, 128),
+                    s_relation="equal",
+                    group=True,
+                    block_map=(True,),
+                    block_shape=((64, 64),),
+                    block_sizes=True,
+                    misaligned=True,
+                    grad=TRAINABLE,
+                ),
+            ),
+            "polyattn_cuda.fastvideo:BlockSparse",
+            (FASTVIDEO,),
+        ),
+    ),
+    summary="The block-sparse kernels of FastVideo's video sparse attention, forward and backward",
+    priority=None,
+    evidence="emulator",
+    compiles=True,
+    upstream="https://github.com/hao-ai-lab/FastVideo",
+)
 
 # Tiles of 6x8x8 on the three canvases it was compiled for (30x48x80, 36x48x48, 18x48x80); the scale is fixed.
 STA_ROW = row(when={**PLACED, "arch": HOPPER}, **SPARSE, dtype=HALF, head_dim=128)
@@ -207,6 +271,13 @@ SAGE_SLA_ATTN = BackendInfo(
             ),
             requires=(SPARGE,),
         ),
+        Provider(
+            "polyattn-triton",
+            (row(when=PLACED, **SPARSE, dtype=HALF, head_dim=(64, 128), group=True, misaligned=True),),
+            "polyattn_triton.sage_sla:SageSLA",
+            (PORTABLE, TRITON),
+            INT8_FP8,
+        ),
     ),
     summary="SLA with INT8 scores (SageSLA), inference only",
     priority=None,
@@ -241,6 +312,7 @@ BACKENDS = (
     SAGE_ATTN,
     SAGE_ATTN_3,
     SPARGE_ATTN,
+    FASTVIDEO_BLOCKS,
     SLIDING_TILE,
     VIDEO_SPARSE,
     VMOBA_ATTN,

@@ -162,4 +162,41 @@ FA = BackendInfo(
     upstream=FLASH_ATTENTION,
 )
 
-BACKENDS = (FA,)
+
+def _fa4_blocks(archs: tuple[str, ...], block_q: int) -> Row:
+    """A tile of keys is a block; on Blackwell two tiles of queries are one."""
+    return row(
+        when={"arch": archs},
+        family="block_sparse",
+        dtype=HALF,
+        head_dim=(64, 128),
+        s_relation=LENGTHS,
+        group=True,
+        scale=True,
+        block_map=(True,),
+        block_shape=((block_q, 128),),
+        misaligned=True,
+        lse=True,
+    )
+
+
+FA4_BLOCKS = BackendInfo(
+    "fa4_block_sparse",
+    "cuda",
+    (
+        Provider(
+            "flash-attn-4",
+            (_fa4_blocks(HOPPER, 128), _fa4_blocks(BLACKWELL, 256)),
+            "polyattn_cuda.flash_attention.fa4_blocks:BlockSparse",
+            (FLASH_ATTN_4,),
+        ),
+    ),
+    summary="FlashAttention 4 over lists of key blocks, forward only",
+    priority=None,
+    evidence="emulator",
+    compiles=True,
+    upstream=FLASH_ATTENTION,
+    note="blocks are its tiles: 128 keys, and 128 queries on Hopper or 256 on Blackwell",
+)
+
+BACKENDS = (FA, FA4_BLOCKS)

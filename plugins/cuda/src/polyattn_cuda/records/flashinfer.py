@@ -310,6 +310,40 @@ def _latent(lowered: dict[str, str] = DEQUANTISE, **more: Any) -> Row:
     return row(when={"arch": BLACKWELL, "kv_dtype": LATENT_DTYPES}, lowered=lowered, **{**base, **more})
 
 
+FLASHINFER_BLOCK_SPARSE = BackendInfo(
+    "flashinfer_block_sparse",
+    "cuda",
+    (
+        Provider(
+            "flashinfer-python",
+            (
+                row(
+                    when={"arch": AMPERE_AND_LATER},
+                    family="block_sparse",
+                    dtype=HALF,
+                    head_dim=(64, 128, 256),
+                    s_relation=LENGTHS,
+                    group=True,
+                    scale=True,
+                    block_map=(True,),
+                    block_shape=True,
+                    block_sizes=True,
+                    misaligned=True,
+                    lse=True,
+                ),
+            ),
+            "polyattn_cuda.flashinfer.block_sparse:BlockSparse",
+            (FLASHINFER,),
+        ),
+    ),
+    summary="FlashInfer's attention to blocks of any size, inference only",
+    priority=None,
+    evidence="emulator",
+    compiles=True,
+    upstream=UPSTREAM,
+    note="each call plans on the host, and lists every key that a block of queries sees: by name only",
+)
+
 ONE: dict[str, Any] = {"phase": "decode", "s_relation": "one", "causal": "none"}
 SEVERAL: dict[str, Any] = {
     "phase": ("prefill", "extend", "verify"),
@@ -376,4 +410,4 @@ CUTEDSL_MLA = BackendInfo(
     "needs an FP8 cache; its adapter is planned",
 )
 
-BACKENDS = (FLASHINFER_MHA, FLASHINFER_MLA, TRTLLM_MHA, TRTLLM_MLA, CUTEDSL_MLA)
+BACKENDS = (FLASHINFER_MHA, FLASHINFER_MLA, FLASHINFER_BLOCK_SPARSE, TRTLLM_MHA, TRTLLM_MLA, CUTEDSL_MLA)

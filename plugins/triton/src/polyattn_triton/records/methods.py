@@ -5,7 +5,10 @@ A row that changes here changes in polyattn-cuda too (its provider `polyattn-tri
 
 from __future__ import annotations
 
-from polyattn.contract import Alias, BackendInfo, Provider, Range, Row, row
+import dataclasses
+
+from polyattn.contract import Accuracy, Alias, BackendInfo, Provider, Range, Row, row
+from polyattn.methods.video.records import portable
 
 from .common import ANY_PAGE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATFORMS, TRITON
 
@@ -41,6 +44,24 @@ DUAL_CHUNK_ROW = row(
     scale=True,
     save_kv_cache=True,
 )
+SAGE_SLA_ROW = row(
+    when={"place": True},
+    family="dense",
+    s_relation="equal",
+    dtype=HALF,
+    head_dim=(64, 128),
+    group=True,
+    misaligned=True,
+)
+INT8 = Accuracy(0.998, 0.06)
+
+
+def _sage_sla(platform: str) -> BackendInfo:
+    """SageSLA by the kernel of this package alone: core's emulation, which is for CPUs, has its error and no speed."""
+    own = Provider(
+        "polyattn-triton", (SAGE_SLA_ROW,), "polyattn_triton.sage_sla:SageSLA", (TRITON[platform],), accuracy=INT8
+    )
+    return dataclasses.replace(portable("sage_sla_attn", platform), providers=(own,), note="")
 
 
 def _provider(platform: str, limits: Row) -> tuple[Provider, ...]:
@@ -71,4 +92,7 @@ def _backends(platform: str) -> tuple[BackendInfo, ...]:
     )
 
 
-BACKENDS: tuple[BackendInfo, ...] = tuple(b for platform in ELSEWHERE for b in _backends(platform))
+BACKENDS: tuple[BackendInfo, ...] = (
+    *(b for platform in ELSEWHERE for b in _backends(platform)),
+    *(_sage_sla(platform) for platform in ELSEWHERE if platform != "cpu"),
+)

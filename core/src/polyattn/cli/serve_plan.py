@@ -1,0 +1,147 @@
+"""This module says who would serve each phase of `polyattn serve`, and why, without a device and without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from ..errors import ConfigError
+from ..selection.inspection import what_if
+from ..selection.select import Selection
+from .causal_lm import folder_of, load_config
+from .explain import assumed, checked, here
+from .reasons import reasons_table
+from .rendering import facts, panel, screen, show_json, standing
+
+if TYPE_CHECKING:
+    from ..contract import AttentionRequest
+    from ..selection.config import Settings
+    from ..serving.layer import AttentionLayer
+
+__all__ = ["print_plan"]
+
+_USUAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+WORDS = {"extend": "prefill", "decode": "decode", "verify": "verify"}
+
+
+def print_plan(
+    model: str,
+    given: Mapping[str, Any],
+    settings: Settings,
+    platform: str | None,
+    installed: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print who serves each phase.
+
+    Args:
+        model: a folder, or a name. given: the shared flags. platform, installed: of another machine, None = this one.
+
+    Raises:
+        UnsupportedRequestError, BackendUnavailableError: a phase has no backend; they name the flags.
+    """
+    layers, dtype, note = _layers(model)
+    found = [
+        (layer, phase, selection)
+        for layer in layers
+        for phase, selection in _phases(layer, dtype, given, settings, platform, installed).items()
+    ]
+    if as_json:
+        show_json({"note": note, "phases": [{"phase": WORDS[p], **s.to_dict()} for _, p, s in found]})
+        return
+    console = screen()
+    if note:
+        console.print(f"note: {note}")
+    for _, phase, selection in found:
+        head = Text.assemble((WORDS[phase], "name"), " by ", (selection.backend, "name"), f" on {selection.platform}")
+        pairs: list[tuple[str, Any]] = [
+            ("asked for", selection.request.summary()),
+            ("decided by", f"{selection.source}: {selection.why}"),
+            ("provider", selection.provider),
+            ("evidence", standing(selection.evidence)),
+        ]
+        if selection.lowerings:
+            pairs.append(("rewritten by", Text("\n".join(selection.steps()), style="warn")))
+        pairs += [("note", one) for one in selection.notes]
+        console.print(panel(head, facts(pairs)))
+    if rejected := found[-1][2].rejected:
+        console.print(reasons_table(rejected))
+
+
+def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
+    """Return one attention layer of each kind that the model has, its dtype, and what was assumed."""
+    import torch
+
+    from ..serving.layer import AttentionLayer
+
+    try:
+        config = load_config(folder_of(model)).get_text_config(decoder=True)
+    except ConfigError as exc:
+        words = ", ".join(f"{name} {value}" for name, value in _USUAL.items())
+        return [AttentionLayer(0, **_USUAL)], torch.bfloat16, f"{exc}. Assumed instead, in bfloat16: {words}"
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    heads = config.num_attention_heads
+    if rank := getattr(config, "kv_lora_rank", 0):
+        rope, plain = config.qk_rope_head_dim, config.qk_nope_head_dim
+        scale = (rope + plain) ** -0.5
+        return [AttentionLayer(0, heads, 1, rank + rope, rank, scale=scale, latent=True)], dtype, ""
+    usual: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+    }
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    windows = [-1] if not window or (kinds and "sliding_attention" not in kinds) else [window - 1]
+    if window and "full_attention" in kinds and windows != [-1]:
+        windows = [-1, window - 1]
+    return [AttentionLayer(number, window=one, **usual) for number, one in enumerate(windows)], dtype, ""
+
+
+def _phases(
+    layer: AttentionLayer,
+    dtype: Any,
+    given: Mapping[str, Any],
+    settings: Settings,
+    platform: str | None,
+    installed: str | None,
+) -> dict[str, Selection]:
+    import torch
+
+    from ..serving.attention.phases import Asked, choose_phases, layer_request
+    from ..serving.kv_cache.pool import KVCacheConfig, KVPool
+    from .serve import PAGE_SIZE
+
+    drafts = given["speculative_draft_model_path"] is not None
+    topk = (given["speculative_eagle_topk"] or 1) if drafts else 0
+    asked = Asked(topk=topk)
+    cache = KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or PAGE_SIZE)
+    # Of one page: what a layer's cache says of itself does not depend on its size.
+    small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device=torch.device("cpu"))
+    stored = small.cache(layer.layer_id).request_fields()
+
+    def request(phase: Any, device: torch.device) -> AttentionRequest:
+        return layer_request(layer, stored, phase=phase, dtype=dtype, device=device, topk=topk)
+
+    if platform is None and installed is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        chosen = choose_phases({phase: request(phase, device) for phase in asked.phases}, asked)
+        return {phase: one.selection for phase, one in chosen.items()}
+
+    return {
+        phase: what_if(
+            request(phase, torch.device("cpu")),
+            platform=assumed(here()) if platform is None else checked(platform),
+            installed=[name.strip() for name in (installed or "").split(",") if name.strip()],
+            backend=settings.attention_backend,
+            prefill_backend=settings.prefill_attention_backend,
+            decode_backend=settings.decode_attention_backend,
+            speculative_attention_mode=settings.speculative_attention_mode or "prefill",
+            strict=settings.strict,
+        )
+        for phase in asked.phases
+    }

@@ -1,0 +1,192 @@
+"""`polyattn serve` without a server: what it would do, what it refuses, and other engines. tests/integrations asks a
+running one."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from polyattn.cli import serve_plan
+
+from .conftest import Run
+
+LLAMA = "meta-llama/Meta-Llama-3.1-8B-Instruct"
+HOPPER = ("--assume-platform", "cuda:sm90@12.8", "--assume-installed", "sgl-kernel,flashinfer-python,triton")
+
+# The launch commands of SGLang's documentation of attention backends.
+ONE_DEVICE = [
+    ("flashinfer", "cuda:sm90"), ("fa3", "cuda:sm90"), ("triton", "cuda:sm90"), ("torch_native", "cuda:sm90"),
+    ("flex_attention", "cuda:sm90"), ("ascend", "npu"), ("intel_xpu", "xpu"), ("wave", "rocm:gfx942"),
+]  # fmt: skip
+MANY_DEVICES = [
+    "--tp 8 --attention-backend trtllm_mla --quantization modelopt_fp4 --prefill-attention-backend fa4",
+    "--tp 8 --attention-backend trtllm_mla --moe-runner-backend flashinfer_trtllm --trust-remote-code",
+    "--tp 8 --attention-backend flashinfer --trust-remote-code",
+    "--tp 8 --attention-backend flashmla --kv-cache-dtype fp8_e4m3 --trust-remote-code",
+    "--tp 4 --decode-attention-backend trtllm_mha --trust-remote-code",
+    "--tp 8 --attention-backend cutlass_mla --trust-remote-code",
+]
+
+
+@pytest.mark.parametrize("backend, platform", ONE_DEVICE)
+def test_launch_commands_for_one_device_say_who_would_serve(run: Run, backend: str, platform: str) -> None:
+    machine = ("--assume-platform", platform, *HOPPER[2:])
+    done = run("serve", "--model", LLAMA, "--attention-backend", backend, *machine, "--dry-run", "--json")
+    if done.code == 0:
+        assert {(entry["phase"], entry["backend"]) for entry in done.data["phases"]} == {
+            ("prefill", backend),
+            ("decode", backend),
+        }
+        assert "Assumed instead" in done.data["note"]
+    else:
+        assert done.data["error"]["type"] in ("UnsupportedRequestError", "BackendUnavailableError")
+        assert backend in done.data["error"]["message"]
+
+
+@pytest.mark.parametrize("words", MANY_DEVICES)
+def test_launch_commands_for_many_devices_name_the_flag_and_the_engines_that_have_it(run: Run, words: str) -> None:
+    done = run("serve", "--model", "deepseek-ai/DeepSeek-R1", *words.split(), "--dry-run")
+    assert done.code == 2
+    said = " ".join(done.err.split())
+    assert words.partition(" --attention")[0].partition(" --decode")[0] in said
+    assert "--engine sglang or --engine vllm" in said
+
+
+@pytest.mark.parametrize("words", MANY_DEVICES)
+def test_sglang_gets_every_flag_of_its_launch_commands(run: Run, words: str) -> None:
+    done = run("serve", "--engine", "sglang", "--model", "m", *words.split(), "--dry-run", "--json")
+    assert done.code == 0, done.out
+    command, environment = done.data["command"], done.data["environment"]
+    assert command[:6] == [sys.executable, "-m", "sglang.launch_server", "--model-path", "m", "--attention-backend"]
+    given = words.split()
+    for flag, value in zip(given, [*given[1:], ""], strict=True):
+        if not flag.startswith("--"):
+            continue
+        if flag.endswith("attention-backend"):
+            assert environment[f"POLYATTN_{flag[2:].replace('-', '_').upper()}"] == value
+        else:
+            assert flag in command
+            assert value.startswith("--") or not value or value == command[command.index(flag) + 1]
+    assert command[6] == "polyattn"
+
+
+def test_vllm_gets_its_own_words(run: Run) -> None:
+    words = (
+        "--page-size 64 --kv-cache-dtype bf16 --context-length 4096 --max-running-requests 8 --disable-radix-cache "
+        "--speculative-draft-model-path d --speculative-num-steps 2 --tensor-parallel-size 2 --mem-fraction-static 0.5"
+    )
+    done = run("serve", "--engine", "vllm", "--model", "m", *words.split(), "--dry-run", "--json")
+    command = done.data["command"]
+    pairs = dict(itertools.pairwise(command))
+    assert pairs["--block-size"] == "64"
+    assert pairs["--kv-cache-dtype"] == "bfloat16"
+    assert (pairs["--max-model-len"], pairs["--max-num-seqs"]) == ("4096", "8")
+    assert pairs["--gpu-memory-utilization"] == "0.5"
+    assert pairs["--tensor-parallel-size"] == "2"
+    assert "--no-enable-prefix-caching" in command
+    drafts = json.loads(pairs["--speculative-config"])
+    assert drafts == {"model": "d", "num_speculative_tokens": 2, "attention_backend": "POLYATTN"}
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (("--engine", "vlm"), 2, "Did you mean 'vllm'?"),
+        (("--engine", "vllm", "--max-total-tokens", "99"), 2, "--max-total-tokens 99: vllm has no such flag"),
+        (("--engine", "vllm", "--speculative-eagle-topk", "4"), 2, "--speculative-eagle-topk 4: vllm has no such flag"),
+        (("--engine", "sglang"), 4, "sglang is not installed here; pip install sglang"),
+        (("--atention-backend", "fa3"), 2, "Did you mean '--attention-backend'"),
+        (("--assume-platform", "cuda:sm90"), 2, "add --dry-run"),
+        (("--json",), 2, "add --dry-run"),
+        (("--mem-fraction-static", "1.5"), 2, "give a share between 0 and 1"),
+        (("--context-length", "0"), 2, "--context-length 0: give 1 or more"),
+        (("--speculative-num-steps", "2"), 2, "give --speculative-draft-model-path too"),
+        (("--attention-backend", "fa33"), 4, "fa3"),
+    ],
+)
+def test_what_is_wrong_is_said(run: Run, words: tuple[str, ...], code: int, said: str) -> None:
+    dry = ("--dry-run",) if words[0] in ("--attention-backend", "--speculative-num-steps") else ()
+    done = run("serve", "--model", "nobody/nothing", *words, *dry)
+    assert said in " ".join(f"{done.out} {done.err}".split())
+    assert done.code == code
+
+
+def test_a_model_that_is_not_here_is_not_downloaded(run: Run) -> None:
+    pytest.importorskip("uvicorn", reason="pip install 'polyattn[serve]'")
+    done = run("serve", "--model", "nobody/nothing")
+    assert done.code == 2
+    assert "neither a folder nor a model in Hugging Face's cache" in " ".join(done.err.split())
+
+
+def test_an_installed_engine_is_become(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[Any] = []
+
+    def become(*given: Any) -> None:
+        became.extend(given)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", become)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    run("serve", "--engine", "sglang", "--model", "m", "--attention-backend", "fa3")
+    assert became[0] == sys.executable
+    assert became[1][1:3] == ["-m", "sglang.launch_server"]
+    assert became[2]["POLYATTN_ATTENTION_BACKEND"] == "fa3"
+    assert became[2]["PATH"] == os.environ["PATH"]
+
+
+CONFIGS: list[tuple[Any, list[dict[str, Any]]]] = [
+    (
+        transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, dtype="float16"),
+        [{"family": "paged", "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float16"}],
+    ),
+    (
+        transformers.Gemma2Config(
+            hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2, attn_logit_softcapping=None,
+        ),
+        [{"window": (-1, -1), "head_dim": 32}, {"window": (7, -1), "head_dim": 32}],
+    ),
+    (
+        transformers.DeepseekV3Config(num_attention_heads=8, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=32),
+        [{"family": "mla", "heads": 8, "head_dim": 80, "v_head_dim": 64}],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, wanted", CONFIGS, ids=lambda value: getattr(value, "model_type", ""))
+def test_a_plan_asks_what_the_models_layers_ask(
+    run: Run, tmp_path: Path, config: Any, wanted: list[dict[str, Any]]
+) -> None:
+    config.save_pretrained(tmp_path)
+    done = run("serve", "--model-path", str(tmp_path), "--dry-run", "--json", "--page-size", "64")
+    assert done.code == 0, done.out
+    asked = [entry["request"] for entry in done.data["phases"] if entry["phase"] == "prefill"]
+    assert done.data["note"] == ""
+    assert len(asked) == len(wanted)
+    for request, fields in zip(asked, wanted, strict=True):
+        assert {name: request[name] for name in fields} == json.loads(json.dumps(fields))
+
+
+def test_phases_and_drafts_are_planned_by_their_own_flags(run: Run, tmp_path: Path) -> None:
+    transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
+    words = ("--prefill-attention-backend", "torch_sdpa", "--decode-attention-backend", "torch_native")
+    drafts = ("--speculative-draft-model-path", str(tmp_path), "--speculative-attention-mode", "decode")
+    done = run("serve", "--model-path", str(tmp_path), *words, *drafts, "--dry-run", "--json")
+    assert done.code == 0, done.out
+    chosen = {entry["phase"]: entry["backend"] for entry in done.data["phases"]}
+    assert chosen == {"prefill": "torch_sdpa", "decode": "torch_native", "verify": "torch_native"}
+
+
+def test_the_assumed_shape_is_a_layer() -> None:
+    layers, dtype, note = serve_plan._layers("nobody/nothing")
+    assert (layers[0].heads, layers[0].kv_heads, layers[0].head_dim, dtype) == (32, 8, 128, torch.bfloat16)
+    assert "32" in note

@@ -1,0 +1,74 @@
+"""Layers over ranks equal one process: two jobs, of 2 and of 4 processes, run all cases."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyattn.distributed import init_mesh
+from polyattn.errors import InvalidInputError
+from polyattn.nn import RingAttention
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("cases_of_ranks", HERE / "cases.py")
+assert _spec is not None
+assert _spec.loader is not None
+cases = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = cases
+_spec.loader.exec_module(cases)
+
+
+class Jobs:
+    """The results of each world's job, which runs when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[int, list[dict[str, str]]] = {}
+
+    def of(self, world: int) -> list[dict[str, str]]:
+        if world not in self.found:
+            folder = self.folder / str(world)
+            folder.mkdir()
+            started = [
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "job.py"), str(rank), str(world), str(folder)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for rank in range(world)
+            ]
+            said = [one.communicate(timeout=300)[0] for one in started]
+            files = [folder / f"{rank}.json" for rank in range(world)]
+            assert all(file.exists() for file in files), "\n".join(said)
+            self.found[world] = [json.loads(file.read_text()) for file in files]
+        return self.found[world]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_ranks_together_equal_one_process(name: str, jobs: Jobs) -> None:
+    world, _ = cases.CASES[name]
+    for rank, found in enumerate(jobs.of(world)):
+        assert not found.get(name, "the job ended before this case"), f"rank {rank}: {found.get(name)}"
+
+
+def test_without_a_process_group_a_layer_says_how_to_start_one() -> None:
+    for make in (lambda: RingAttention(None), init_mesh):
+        with pytest.raises(InvalidInputError, match="torchrun --nproc-per-node"):
+            make()
+
+
+def test_the_example_runs_on_two_processes() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/parallel.py"]
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300, check=False)
+    assert "ranks with [19, 18] tokens" in done.stdout, done.stdout + done.stderr
