@@ -77,6 +77,7 @@ def test_sglang_gets_every_flag_of_its_launch_commands(run: Run, words: str) -> 
             assert flag in command
             assert value.startswith("--") or not value or value == command[command.index(flag) + 1]
     assert command[6] == "polyattn"
+    assert "--disable-cuda-graph" in command, "its backend there has none"
 
 
 def test_vllm_gets_its_own_words(run: Run) -> None:
@@ -93,6 +94,8 @@ def test_vllm_gets_its_own_words(run: Run) -> None:
     assert pairs["--gpu-memory-utilization"] == "0.5"
     assert pairs["--tensor-parallel-size"] == "2"
     assert "--no-enable-prefix-caching" in command
+    kinds = json.loads(pairs["--attention-config"])["backend_per_kind"]
+    assert kinds == {"full_attention": "POLYATTN", "sliding_window": "POLYATTN", "mla_attention": "POLYATTN_MLA"}
     drafts = json.loads(pairs["--speculative-config"])
     assert drafts == {"model": "d", "num_speculative_tokens": 2, "attention_backend": "POLYATTN"}
 

@@ -253,6 +253,13 @@ def test_sigterm_lets_a_stream_end_and_then_the_process(folder: Path) -> None:
         assert server.wait(timeout=60) == 0
 
 
+def test_an_address_that_is_taken_is_said(address: str, folder: Path) -> None:
+    words = ("serve", "--model-path", str(folder), "--port", address.rpartition(":")[2])
+    done = subprocess.run([sys.executable, "-m", "polyattn", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "cannot be listened at: another program may have it" in " ".join(done.stderr.split())
+
+
 def test_a_full_queue_is_said_and_passes(folder: Path) -> None:
     words = ("--max-running-requests", "1", "--max-queued-requests", "1")
     with served(folder, *words) as (_, found):

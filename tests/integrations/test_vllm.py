@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,3 +248,63 @@ def test_an_older_vllm_is_warned_of_and_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host, "outdated", lambda name: "vllm 0.20 is installed, 0.33 or newer is needed")
     with pytest.warns(RuntimeWarning, match=r"not among vLLM's attention backends: vllm 0\.20"):
         host.register()
+
+
+def test_latent_decode_gives_what_the_reference_gives_and_its_lse(config: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend = AttentionBackendEnum[host.MLA].get_class()
+    rank, rope, heads, new = 32, 64, 4, 2
+    latent = {
+        "q_lora_rank": None, "kv_lora_rank": rank, "qk_nope_head_dim": 16, "qk_rope_head_dim": rope,
+        "qk_head_dim": 16 + rope, "v_head_dim": 16, "kv_b_proj": None,
+    }  # fmt: skip
+    with set_current_vllm_config(config):
+        impl = backend.get_impl_cls()(heads, rank + rope, 0.2, 1, None, None, "auto", None, "decoder", None, **latent)
+    torch.manual_seed(0)
+    rows = [torch.randn(n, rank + rope) for n in LENGTHS]
+    cache = torch.zeros(PAGES, PAGE, rank + rope)
+    for i, own in enumerate(rows):
+        slots = torch.tensor([int(TABLE[i, t // PAGE]) * PAGE + t % PAGE for t in range(len(own))])
+        impl.do_kv_cache_update(own[:, :rank], own[:, None, rank:], cache, slots, "auto", torch.ones(1))
+    q = torch.randn(2 * new, heads, rank + rope)
+    lens = torch.tensor(LENGTHS, dtype=torch.int32)
+    metadata = SimpleNamespace(decode=SimpleNamespace(block_table=TABLE, seq_lens=lens), max_seq_len=20, causal=True)
+    out, lse = impl.forward_mqa((q[..., :rank], q[..., rank:]), cache, metadata, None)
+    for i, own in enumerate(rows):
+        mine = q[i * new : (i + 1) * new]
+        logits = torch.einsum("qhd,kd->hqk", mine, own) * 0.2
+        seen = torch.arange(len(own))[None] <= torch.arange(len(own) - new, len(own))[:, None]
+        logits = logits.masked_fill(~seen, float("-inf"))
+        want = torch.einsum("hqk,kd->qhd", logits.softmax(-1), own[:, :rank])
+        torch.testing.assert_close(out[i * new : (i + 1) * new], want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[i * new : (i + 1) * new], logits.logsumexp(-1).t(), rtol=1e-4, atol=1e-5)
+    metadata.causal = False
+    with pytest.raises(polyattn.UnsupportedRequestError, match="in causal steps"):
+        impl.forward_mqa(q, cache, metadata, None)
+
+
+def test_latent_layers_are_asked_about_as_what_they_are(config: Any) -> None:
+    from polyattn.integrations.vllm.mla import PolyattnMLABackend, PolyattnMLAImpl
+
+    asked = {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 64, "use_mla": True,
+        "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
+        "device_capability": None, "attn_type": "decoder",
+    }  # fmt: skip
+    assert PolyattnMLABackend.validate_configuration(**asked) == []
+    assert PolyattnMLABackend.validate_configuration(**{**asked, "use_mla": False})
+    with polyattn.use_backend("flashmla"):
+        assert any("flashmla" in reason for reason in PolyattnMLABackend.validate_configuration(**asked))
+    with pytest.raises(polyattn.UnsupportedRequestError, match="logits_soft_cap=3"):
+        PolyattnMLAImpl(4, 576, 0.2, 1, None, None, "auto", 3.0, "decoder", None)
+
+
+def test_the_command_line_chooses_names_that_vllms_configuration_knows() -> None:
+    from vllm.config import AttentionConfig
+
+    from polyattn.cli.engines import _KINDS
+
+    kinds = AttentionConfig(backend_per_kind=dict(_KINDS)).backend_per_kind
+    assert {kind: member.name for kind, member in kinds.items()} == _KINDS

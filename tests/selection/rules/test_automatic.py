@@ -199,7 +199,7 @@ def test_musa_takes_sage_when_asked() -> None:
 
 
 def test_planned_choices_are_marked() -> None:
-    selection = what_if(AttentionRequest(family="linear", method="gdn"), platform="cuda:sm90")
+    selection = what_if(AttentionRequest(**{**MLA, "method": "dsa"}), platform="cuda:sm90")
     assert selection.planned
     assert selection.evidence == "declared"
     selection = what_if(AttentionRequest(**MHA), platform="cuda:sm90", installed=(FA3,))

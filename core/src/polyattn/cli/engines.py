@@ -21,15 +21,15 @@ class _Engine:
     """An engine is a program that serves.
 
     Attributes:
-        command: what runs it, the model's path last. backend: what polyattn is called there. flags: our name -> its
-            flag, empty where it says nothing there; what is missing it does not have. always: flags that polyattn
-            needs in it. words: values that it calls otherwise.
+        command: what runs it, the model's path last. chosen: its flags that choose polyattn. backend: what polyattn is
+            called there, for drafts. flags: our name -> its flag, empty where it says nothing there; what is missing it
+            does not have. words: values that it calls otherwise.
     """
 
     command: tuple[str, ...]
+    chosen: tuple[str, ...]
     backend: str
     flags: Mapping[str, str]
-    always: tuple[str, ...] = ()
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -40,20 +40,24 @@ _SAME = (
     *("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk"),
     "speculative_num_draft_tokens",
 )
+_KINDS = {"full_attention": "POLYATTN", "sliding_window": "POLYATTN", "mla_attention": "POLYATTN_MLA"}
+"""vLLM's kinds of caches -> polyattn's name there: a model may have several."""
 _INSTALLED = {
     "sglang": _Engine(
         ("-m", "sglang.launch_server", "--model-path"),
+        # Its backend has no graphs of whole steps.
+        ("--attention-backend", "polyattn", "--disable-cuda-graph"),
         "polyattn",
         {
             **{name: f"--{name.replace('_', '-')}" for name in _SAME},
             "prefix_caching": "--disable-radix-cache",
             "disable_cuda_graph": "",
         },
-        ("--disable-cuda-graph",),  # of whole steps, which its backend has none of yet
         {"bf16": "bfloat16"},
     ),
     "vllm": _Engine(
         ("-m", "vllm.entrypoints.cli.main", "serve"),
+        ("--attention-config", json.dumps({"backend_per_kind": _KINDS})),
         "POLYATTN",
         {
             "host": "--host",
@@ -91,7 +95,7 @@ def command_of(
         ConfigError: a flag that the engine has nothing for.
     """
     kind = _INSTALLED[engine]
-    words = [sys.executable, *kind.command, model, "--attention-backend", kind.backend, *kind.always]
+    words = [sys.executable, *kind.command, model, *kind.chosen]
     # What this command calls settings of attention is polyattn's own in there too; the rest is the engine's.
     chosen = {option.name for option in options_of("serve") if option.setting} - set(_SAME)
     for name, value in {**own, **given}.items():

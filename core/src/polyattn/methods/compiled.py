@@ -14,16 +14,16 @@ from torch import Tensor
 
 from ..contract import Place
 from ..dispatch.bound_table import Recent
+from ..dispatch.compile.trace_placed import place_of
 from ..dispatch.placed import asked, at
 from ..epoch import EPOCH
 from ..errors import BackendUnavailableError, InvalidInputError
 from ..semantics.autograd import recording, refuse_second
+from .custom_op import LEARNED
 from .points import Ahead
 
 __all__ = ["backward", "forward", "refuse_second", "trained", "wanted"]
 
-_LEARNED = 7
-"""How many tensors of the op stand before `learned`."""
 _POINTS_KEPT = 2048
 _points: Recent[int, Place] = Recent(_POINTS_KEPT)
 """Where forwards were whose gradients are still to be computed, by number."""
@@ -110,26 +110,13 @@ def _call(plan: str, tensors: Sequence[Any], place: Place) -> Tensor:
             "graph was made (polyattn.configure, polyattn.use_backend), or make the graph again"
         )
     six = (*tensors[:5], None)
-    place = dataclasses.replace(place, tensors=dict(zip(data["names"], tensors[_LEARNED:], strict=True)))
+    place = dataclasses.replace(place, tensors=dict(zip(data["names"], tensors[LEARNED:], strict=True)))
     out: Tensor = at(six, data["static"], backend, scope, place)
     return out
 
 
 def _place(given: _Given, tensors: Sequence[Any]) -> Place:
     """The place that the graph says, where the run of this task is now."""
-    data, numbers = _read(given[-1]), given[-2]
-    layer, layers, step, steps = (None if one < 0 else one for one in numbers[:4])
-    grid, text, valid = (None if part[0] < 0 else tuple(part) for part in (numbers[4:7], numbers[7:9], numbers[9:]))
-    place = Place(
-        grid=grid,
-        text=text or (0, 0),
-        valid_text=valid,
-        layer=tensors[5] if layer is None else layer,
-        layers=layers,
-        step=step,
-        steps=steps,
-        timestep=tensors[6],
-        branch=data["branch"],
-        role=data["role"],
-    )
+    data, more = _read(given[-1]), {"layer": tensors[5], "timestep": tensors[6]}
+    place = place_of(given[-2], **more, branch=data["branch"], role=data["role"])
     return place if data["given"] is None else Ahead(tuple(data["given"])).now(place)

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
+__all__ = ["LEARNED"]
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, Tensor? layer, Tensor? timestep, "
     "Tensor[] learned, SymInt[] numbers, str plan"
 )
-_LEARNED = 7
+LEARNED = 7
+"""How many tensors stand before `learned`."""
 # A recorded launch would be that of one step for ever.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
@@ -58,13 +59,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Any, ...]:
     *saved, point = ctx.saved_tensors
-    given = (*saved[:_LEARNED], saved[_LEARNED:], ctx.numbers, ctx.plan)
+    given = (*saved[:LEARNED], saved[LEARNED:], ctx.numbers, ctx.plan)
     found: list[Any] = [None] * len(saved)
     if dout is not None:
         grads = _backward(dout, *given, point)
         for place, grad in zip(_compiled().wanted(ctx.plan), grads, strict=True):
             found[place] = grad
-    return (*found[:_LEARNED], found[_LEARNED:], None, None)
+    return (*found[:LEARNED], found[LEARNED:], None, None)
 
 
 def _second(ctx: Any, *grads: Any) -> Any:

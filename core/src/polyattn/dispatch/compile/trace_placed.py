@@ -16,9 +16,25 @@ from .errors import refuse_derivatives
 from .facts import constants
 from .trace import MAKERS, publish, traced
 
-__all__ = ["trace_placed"]
+__all__ = ["numbers_of", "place_of", "trace_placed"]
 
+_COUNTS = ("layers", "step", "steps")
 _UNSAID = (-1, -1, -1)
+
+
+def numbers_of(place: Place) -> list[int]:
+    """The numbers of a place, which may be symbols of a graph; -1 = not said, or a layer that is a tensor."""
+    layer = None if isinstance(place.layer, Tensor) else place.layer
+    counts = [-1 if count is None else count for count in (layer, place.layers, place.step, place.steps)]
+    return [*counts, *(place.grid or _UNSAID), *place.text, *(place.valid_text or _UNSAID[:2])]
+
+
+def place_of(numbers: list[int], **more: Any) -> Place:
+    """A place of its numbers. more: its other fields; a layer holds where no number is said."""
+    layer, *counts = (None if one < 0 else one for one in numbers[:4])
+    grid, text, valid = (None if part[0] < 0 else tuple(part) for part in (numbers[4:7], numbers[7:9], numbers[9:]))
+    said = {"grid": grid, "text": text, "valid_text": valid, **dict(zip(_COUNTS, counts, strict=True))}
+    return Place(**{**more, **said, **({} if layer is None else {"layer": layer})})
 
 
 def trace_placed(
@@ -30,10 +46,10 @@ def trace_placed(
         tensors: query, key, value, attn_mask, sinks. place: its run is ahead, or it has none. The rest: `trace_dense`.
     """
     query = tensors[0]
-    kind, timestep, layer = query.device.type, place.timestep, place.layer
+    kind, timestep = query.device.type, place.timestep
     if timestep is not None and not isinstance(timestep, Tensor):
         timestep = torch.tensor(timestep)
-    number = layer if isinstance(layer, Tensor) else None
+    number = place.layer if isinstance(place.layer, Tensor) else None
     names = tuple([name for name, tensor in place.tensors.items() if tensor is not None])
     learned = [place.tensors[name] for name in names]
     odd = tuple([name for name in names if not isinstance(place.tensors[name], Tensor)])
@@ -42,10 +58,7 @@ def trace_placed(
     wants = tuple([isinstance(t, Tensor) and grad and t.requires_grad for t in every])
     said = (names, place.branch, place.role, None if place.run is None else place.run.given, wants, odd)
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-    counts = (layer if number is None else None, place.layers, place.step, place.steps)
-    numbers = [-1 if count is None else count for count in counts]
-    numbers += [*(place.grid or _UNSAID), *place.text, *(place.valid_text or _UNSAID[:2])]
-    given = (tensors, number, timestep, learned, numbers)
+    given = (tensors, number, timestep, learned, numbers_of(place))
     return traced("placed", (said, autocast), constants(static), backend, scope, *given)
 
 

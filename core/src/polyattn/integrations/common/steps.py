@@ -54,7 +54,7 @@ def requests_of(
 
     Args:
         dtype, device: of the queries. page_size: tokens per page. kv_dtype: auto = that of the queries; fp8 with one
-            scale. kv_layout: NHD or HND.
+            scale. kv_layout: NHD or HND, empty for latent rows.
     """
     stored: dict[str, Any] = {
         "kv_dtype": kv_dtype,
@@ -98,7 +98,7 @@ def write_rows(cache: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None 
     """Store new rows. Nothing waits for the device: rows of padding go to the first place of page 0, which is nobody's.
 
     Args:
-        cache: [pages, page_size, H, D], any strides. slots: int64 [T], -1 = padding. rows: [T, H, D]. scale: one
+        cache: [pages, page_size, ...], any strides. slots: int64 [T], -1 = padding. rows: [T, ...]. scale: one
             number that the rows are divided by, where the cache is narrower than they are.
     """
     slots = slots.clamp(min=0)

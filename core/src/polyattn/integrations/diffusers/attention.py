@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch.binding import asks_method
 from ...dispatch.bound_table import Recent
 from ...dispatch.call_key import SITES_KEPT, Static, site_of
 from ...dispatch.dense import DenseSite
 from ...dispatch.placed import at
 from ...errors import InvalidInputError
-from ...selection.overrides import SCOPE, Scope, current_scope
+from ...selection.overrides import SCOPE, Scope, above_components, current_scope
 from ..common.keywords import refuse_unknown, refused
+from .parallel import attend_parallel
 from .places import HERE, placed
 
 __all__ = ["Everything", "make_attend", "make_sdpa"]
@@ -80,7 +82,7 @@ def make_attend(pinned: str | None) -> Callable[..., Any]:
             dropout_p: on the weights. is_causal: as torch's SDPA, from the upper left corner. scale: of the logits,
                 None = D ** -0.5. enable_gqa: whether H_kv may be less than H_q.
             return_lse: whether to return the log-sum-exp too, [B, S_q, H_q], natural log, fp32.
-            _parallel_config: of context parallelism; refused.
+            _parallel_config: of context parallelism, see `parallel.py`; neither causal nor grouped calls, no dropout.
 
         Returns:
             [B, S_q, H_q, D_v], or (that, lse).
@@ -90,14 +92,23 @@ def make_attend(pinned: str | None) -> Callable[..., Any]:
         """
         if others:
             refuse_unknown(others, _WHO, "compute this layer with another attention backend of diffusers")
-        if _parallel_config is not None:
-            raise refused(
-                "_parallel_config", _WHO, "context parallelism of diffusers is not served by this version",
-                "leave enable_parallelism() out, or use a backend of diffusers that has it, such as '_native_cudnn'",
-            )  # fmt: skip
         _check_heads(query.shape[2], key.shape[2], enable_gqa)
         if attn_mask is not None:
             attn_mask = _fitted(attn_mask, query.shape[0], query.shape[1], key.shape[1])
+        if _parallel_config is not None:
+            return _parallel(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                return_lse,
+                _parallel_config,
+                pinned,
+            )
         return _call(query, key, value, attn_mask, dropout_p, is_causal, scale, return_lse, "BSHD", pinned)
 
     return polyattn_attention
@@ -147,6 +158,38 @@ def _call(
         return at(tensors, _static(causal, scale, dropout, lse, layout), pinned, scope, None)
     kinds = type(causal), type(scale), type(dropout)
     return _sites[scope, pinned, causal, scale, dropout, lse, layout, kinds](query, key, value, mask)
+
+
+def _parallel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    lse: bool,
+    config: Any,
+    pinned: str | None,
+) -> Any:
+    scope: Scope = current_scope() if _is_tracing() else _scope()
+    backend = pinned
+    if HERE.part is not None:
+        if pinned is None and not above_components(scope):
+            backend = HERE.backend
+        scope = scope[0], HERE.part.name, HERE.role
+    for name, given in (("is_causal", causal), ("enable_gqa", grouped), ("dropout_p", dropout)):
+        if given:
+            raise refused(
+                name, _WHO, "context parallelism of diffusers has none", "leave enable_parallelism() out for this model"
+            )
+    if asks_method(backend, scope):
+        raise refused(
+            "_parallel_config", _WHO, "a method of sparse attention needs to know which tokens and heads a rank has",
+            "name a dense backend, or polyattn.nn.UlyssesAttention in a model of your own",
+        )  # fmt: skip
+    return attend_parallel(query, key, value, mask, scale, lse, config, backend, scope)
 
 
 def _check_heads(heads: int, kv_heads: int, grouped: bool) -> None:

@@ -73,6 +73,7 @@ def install() -> tuple[str, ...]:
         _patches.item(registry._backends, member, make_attend(wanted[name]))
         _patches.item(registry._constraints, member, [])
         _patches.item(registry._supported_arg_names, member, Everything(("query", "key", "value", "attn_mask")))
+    registry._supports_context_parallel.update(wanted)
     base = importlib.import_module("diffusers.models.modeling_utils").ModelMixin
     for method, guard in _guarded(base).items():
         _patches.attribute(base, method, guard)
@@ -114,6 +115,7 @@ def _take_out() -> None:
     registry = backends._AttentionBackendRegistry
     if registry._active_backend in _members.values():
         registry.set_active_backend(backends.AttentionBackendName.NATIVE)
+    registry._supports_context_parallel.difference_update(_members)
     _patches.undo()
     drop_members(backends.AttentionBackendName, _members)
     _members.clear()

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -24,7 +23,7 @@ from ...errors import UnsupportedRequestError
 from ...serving.layer import AttentionLayer
 from ..common.capabilities import reasons_against
 from ..common.steps import HostStep, attend, requests_of, write_rows
-from . import NAME
+from . import NAME, device, refused
 
 __all__ = ["PolyattnBackend", "PolyattnBuilder", "PolyattnImpl", "PolyattnMetadata"]
 
@@ -32,10 +31,6 @@ _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 """vLLM's word for the dtype of a cache -> polyattn's."""
 _TORCH = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _PAGES = (16, 32, 64, 128, 256)
-
-
-def _device() -> torch.device:
-    return torch.device(current_platform.device_type or "cpu")
 
 
 class PolyattnBackend(AttentionBackend):  # type: ignore[misc]
@@ -98,7 +93,7 @@ class PolyattnBackend(AttentionBackend):  # type: ignore[misc]
 
 def _reasons(layer: AttentionLayer, dtype: torch.dtype, page_size: int, kv_dtype: str = "auto") -> tuple[str, ...]:
     kv = _FP8.get(kv_dtype, "auto")
-    return reasons_against(requests_of(layer, dtype=dtype, device=_device(), page_size=page_size, kv_dtype=kv))
+    return reasons_against(requests_of(layer, dtype=dtype, device=device(), page_size=page_size, kv_dtype=kv))
 
 
 @dataclasses.dataclass
@@ -163,10 +158,10 @@ class PolyattnImpl(AttentionImpl):  # type: ignore[misc]
         **extra: Any,
     ) -> None:
         if attn_type != AttentionType.DECODER:
-            raise _refused("attn_type", attn_type)
+            raise refused("attn_type", attn_type, NAME)
         for name, value in extra.items():
             if value not in (None, False, -1):
-                raise _refused(name, value)
+                raise refused(name, value, NAME)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -205,7 +200,7 @@ class PolyattnImpl(AttentionImpl):  # type: ignore[misc]
     ) -> Tensor:
         """Attend the cache, into `output` [T, H_q, D_v]; of a step without metadata, which only measures, zeros."""
         if output_scale is not None or output_block_scale is not None:
-            raise _refused("output_scale", "a quantised output")
+            raise refused("output_scale", "a quantised output", NAME)
         if attn_metadata is None:
             return output.zero_()
         tokens = attn_metadata.tokens
@@ -227,10 +222,3 @@ class PolyattnImpl(AttentionImpl):  # type: ignore[misc]
         if self.kv_cache_dtype in _FP8:
             cache = cache.view(_TORCH[_FP8[self.kv_cache_dtype]])
         return cache[..., : self.head_size], cache[..., self.head_size :]
-
-
-def _refused(name: str, value: Any) -> UnsupportedRequestError:
-    return UnsupportedRequestError(
-        f"{name}={value!r} of a layer of vLLM is not served by {NAME}; choose another --attention-backend",
-        {NAME: [f"{name} is not served"]},
-    )

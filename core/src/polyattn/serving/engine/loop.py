@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ...errors import BusyError, InvalidInputError
 from .engine import Engine, Output
 from .sampling import SamplingParams
@@ -152,6 +154,9 @@ class EngineLoop:
     # On the loop's thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        device = self.engine.memory.device
+        if device.index is not None and device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)  # each thread has a device of its own, 0 at first
         while self._take_in():
             news: list[tuple[Tell, Update]]
             try:

@@ -16,7 +16,7 @@ from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how T
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from polyattn_triton.kernels.block_sparse import Lists, Tiles, head_at, tiles_for
+from polyattn_triton.kernels.block_sparse import Lists, Tiles, _entry, head_at, tiles_for
 from polyattn_triton.kernels.rounding import cast, int8_codes
 from polyattn_triton.kernels.rules import LOG2E, accumulate, dot, share
 
@@ -65,18 +65,23 @@ def _attend(
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
+    start, limit = _entry(entries, counts, 0, end, s_k, BLOCK_K, N, False, False)
+    unit = tl.load(key_scales + start // BLOCK_K)
     for i in tl.range(0, end, num_stages=STAGES):
-        number = tl.load(entries + i // (BLOCK_K // N))
-        rows = number * BLOCK_K + i % (BLOCK_K // N) * N + n
-        some = rows < s_k
-        at = rows.to(tl.int64)
-        k = tl.load(keys + at[None, :] * D + d[:, None], mask=some[None, :], other=0)
+        # One step ahead, as in exact attention.
+        next_start, next_limit = _entry(entries, counts, i + 1, end, s_k, BLOCK_K, N, False, False)
+        next_unit = tl.load(key_scales + next_start // BLOCK_K)
+        at = (start + n).to(tl.int64)
+        some = n < limit
+        k_at, v_at = keys + at[None, :] * D + d[:, None], values + at[:, None] * v_s + d[None, :]
+        k = tl.load(k_at, mask=some[None, :], other=0) if EDGE else tl.load(k_at)
         products = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32)
         if EDGE:
             products = tl.where(some[None, :], products, float("-inf"))
-        weights, factor, top, total = accumulate(top, total, products, scale * tl.load(key_scales + number))
-        v = tl.load(values + at[:, None] * v_s + d[None, :], mask=some[:, None], other=0.0)
+        weights, factor, top, total = accumulate(top, total, products, scale * unit)
+        v = tl.load(v_at, mask=some[:, None], other=0.0) if EDGE else tl.load(v_at)
         acc = dot(cast(weights, v.dtype), v, acc * factor[:, None])
+        start, limit, unit = next_start, next_limit, next_unit
     o_at = head_at(out, b, head, o_b, o_h) + m[:, None].to(tl.int64) * o_s + d[None, :]
     tl.store(o_at, cast(acc * share(total)[:, None], out.dtype.element_ty), mask=inside)
 
