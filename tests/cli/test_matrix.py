@@ -109,7 +109,7 @@ def test_cells_that_are_limited_say_to_what(support: Support) -> None:
     assert found.startswith("native (gfx950")
     assert found.endswith("lowered: dequantise_kv")
     assert cell(support, "linear", "cutedsl", "cuda", "prefill") == "no"
-    assert cell(support, "linear", "triton", "cpu", "verify, chain") == "no"
+    assert cell(support, "linear", "triton", "npu", "verify, chain") == "no"
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [

@@ -386,15 +386,13 @@ def _sdpa_rule(platform: str) -> tuple[AutoRule, ...]:
 
 
 def _native_rule(platform: str) -> tuple[AutoRule, ...]:
-    prompts = conditions(family="linear", phase="prefill")
-    chunks = AutoRule(410, "linear attention of prompts: torch_native, in chunks", prompts)
     return {
         "cpu": (
             AutoRule(190, "CPU without AMX kernels: torch_native, the faster of PyTorch's", conditions(family="paged")),
             AutoRule(290, "MLA on a CPU without AMX kernels: torch_native", conditions(family="mla")),
         ),
         "mps": (AutoRule(110, "MPS serving: torch_native", conditions(family=("paged", "mla"))),),
-    }.get(platform, (chunks,))
+    }.get(platform, ())
 
 
 FLEX_OPTIONS = (

@@ -151,9 +151,8 @@ def block_sparse_row(platform: str) -> Row:
 
 def _rules(platform: str) -> Iterable[AutoRule]:
     if platform != "cpu":
-        # Prompts go on to those who take them in chunks.
-        tokens = conditions(family="linear", phase=("decode", "verify"))
-        yield AutoRule(400, "linear attention, decode and drafts: triton unless another kernel is asked for", tokens)
+        linear = conditions(family="linear")
+        yield AutoRule(400, "linear attention: triton unless another kernel is asked for", linear)
     if platform == "cuda":
         windowed = conditions(family=("dense", "varlen"), window=WiderThan(0))
         yield AutoRule(380, "windows that FlashAttention does not serve: triton, which skips what they hide", windowed)
