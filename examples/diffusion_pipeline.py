@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import T5Config, T5EncoderModel, T5TokenizerFast
+from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from polyattn.integrations.diffusers import prepare, report
 
@@ -39,7 +39,7 @@ def tokenizer() -> T5TokenizerFast:
 def tiny_wan() -> WanPipeline:
     """The parts of a Wan, a few thousand weights in all."""
     torch.manual_seed(0)
-    text = T5Config(vocab_size=64, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    text = UMT5Config(vocab_size=64, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=16, in_channels=16, out_channels=16,
         text_dim=WIDTH, freq_dim=32, ffn_dim=32, num_layers=3, cross_attn_norm=True,
@@ -49,7 +49,7 @@ def tiny_wan() -> WanPipeline:
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
     pipe = WanPipeline(
-        tokenizer=tokenizer(), text_encoder=T5EncoderModel(text), vae=vae, transformer=transformer,
+        tokenizer=tokenizer(), text_encoder=UMT5EncoderModel(text), vae=vae, transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(),
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)

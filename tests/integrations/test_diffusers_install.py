@@ -202,8 +202,6 @@ def test_what_cannot_be_honoured_is_refused_by_its_name():
     tensors = qkv()
     with pytest.raises(UnsupportedRequestError, match=r"unknown keyword window \(3\) reached attention of diffusers"):
         attend(*tensors, attention_kwargs={"window": 3})
-    with pytest.raises(UnsupportedRequestError, match=r"_parallel_config reached .* context parallelism"):
-        attend(*tensors, parallel_config=object())
     with pytest.raises(InvalidInputError, match=r"4 query heads and 2 key heads .* enable_gqa=False"):
         attend(*qkv(kv_heads=2))
     with pytest.raises(InvalidInputError, match="attn_mask"):
