@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.errors import BackendUnavailableError, InvalidInputError
+from polyattn.errors import BackendUnavailableError, GraphError, InvalidInputError
 from polyattn.integrations.transformers.serving import CausalLMRunner
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
+from polyattn.serving.graphs.graphs import FakeGraph
 from polyattn.serving.kv_cache.pool import KVCacheConfig
 from polyattn.serving.recurrent import LinearChoice
 
@@ -131,3 +132,8 @@ def test_the_models_functions_are_its_own_again_after_a_step() -> None:
     before = module.torch_chunk_gated_delta_rule
     made.generate(PROMPTS[3:], GREEDY)
     assert module.torch_chunk_gated_delta_rule is before
+
+
+def test_steps_are_not_recorded_and_that_is_said() -> None:
+    with pytest.raises(GraphError, match="has layers of linear attention, whose steps are not recorded"):
+        engine("qwen3_next", graphs=FakeGraph).generate(PROMPTS[3:], GREEDY)
