@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT = datetime.timedelta(seconds=60)
+LIMIT = datetime.timedelta(seconds=300)
 
 
 def started(cases: Any, arguments: list[str]) -> tuple[Path, list[str]]:

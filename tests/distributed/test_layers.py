@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import polyattn
+from polyattn.contract import AttentionRequest
 from polyattn.distributed import init_mesh
 from polyattn.errors import InvalidInputError
 from polyattn.nn import RingAttention
@@ -43,7 +46,7 @@ class Jobs:
                 )
                 for rank in range(world)
             ]
-            said = [one.communicate(timeout=300)[0] for one in started]
+            said = [one.communicate(timeout=900)[0] for one in started]
             files = [folder / f"{rank}.json" for rank in range(world)]
             assert all(file.exists() for file in files), "\n".join(said)
             self.found[world] = [json.loads(file.read_text()) for file in files]
@@ -70,5 +73,13 @@ def test_without_a_process_group_a_layer_says_how_to_start_one() -> None:
 
 def test_the_example_runs_on_two_processes() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/parallel.py"]
-    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=900, check=False)
     assert "ranks with [19, 18] tokens" in done.stdout, done.stdout + done.stderr
+
+
+def test_on_an_npu_a_ring_chooses_fa_by_itself() -> None:
+    """Of what a part asks for: its LSE. Ulysses needs none, and takes what any call does."""
+    call = AttentionRequest(family="dense", dtype="bfloat16", heads=24, kv_heads=24, head_dim=128, v_head_dim=128)
+    for lse, backend in ((True, "fa"), (False, "torch_sdpa")):
+        found = polyattn.what_if(dataclasses.replace(call, lse=lse), platform="npu", installed=["torch-npu"])
+        assert found.backend == backend

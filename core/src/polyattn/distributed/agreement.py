@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -110,9 +111,11 @@ class Agreement:
 
     def _told(self, said: dict[str, Any], wrong: PolyattnError | None) -> list[dict[str, Any]]:
         """What the ranks said, where none of them found anything wrong."""
-        heard = tell(self._ranks, said, self._timeout)
         if wrong is not None:
+            with contextlib.suppress(RankError):  # where lengths were declared, the others may not come
+                tell(self._ranks, said, self._timeout)
             raise wrong
+        heard = tell(self._ranks, said, self._timeout)
         for rank, one in zip(self._ranks.ranks, heard, strict=True):
             if "wrong" in one:
                 raise RankError(f"rank {rank} refused a call that all ranks of its mesh make: {one['wrong']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -309,6 +310,10 @@ class USPAttention(nn.Module):
             for (start, stop), keys, causal in ring.visible(me, block) if block != me else ():
                 found += explained(ring.part(causal=causal), stop - start, keys)
         return found
+
+    def __deepcopy__(self, memo: Any) -> USPAttention:
+        # A copy of a model is on the same ranks, whose process groups cannot be copied; of numbers there are none here.
+        return copy.copy(self)
 
     def extra_repr(self) -> str:
         """The mesh, and the bound arguments that are not the default."""

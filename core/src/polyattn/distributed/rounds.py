@@ -46,9 +46,12 @@ def tell(mesh: MeshRanks, said: dict[str, Any], timeout: float) -> list[dict[str
         missing = [rank for rank, key in zip(mesh.ranks, keys, strict=True) if not store.check([key])]
         if not missing:
             raise
+        absent = f"of the ranks {list(mesh.ranks)}, {missing} did not come to a call of attention within {timeout:g} s"
+        # Who comes later is told, and does not go on alone.
+        store.set(keys[mesh.index], json.dumps({"wrong": f"it gave up, since {absent}"}))
         raise RankError(
-            f"of the ranks {list(mesh.ranks)}, {missing} did not come to a call of attention within {timeout:g} s: "
-            "they ended, or make other calls. Look at what they print; timeout= of the layer sets how long it waits"
+            f"{absent}: they ended, or make other calls. Look at what they print; timeout= of the layer sets how long "
+            "it waits"
         ) from error
     found = [json.loads(text) for text in store.multi_get(keys)]
     if number:  # all have come to this round, so all have read the last one
