@@ -44,7 +44,7 @@ ANSWERS = [
     (f"{HOPPER} --causal --window 4095,0 --sinks", "triton", [], False),
     (f"{HOPPER} --causal --window 63,0 --sinks", "fa", ["sinks_from_lse"], False),
     ("--assume-platform npu --assume-installed torch-npu --lse", "fa", [], False),
-    ("--assume-platform cuda:sm90 --family linear", "triton", [], True),
+    ("--assume-platform cuda:sm90 --family linear", "triton", [], False),
     ("--head-dim 64 --causal --window 63,0", "torch_sdpa", [], False),
     ("--softcap 50 --causal", "reference", [], False),
     ("--family varlen --causal", "torch_native", [], False),

@@ -246,3 +246,31 @@ def test_a_model_whose_keys_change_is_served_below_that_length(run: Run, tmp_pat
     refused = run(*words, "20")
     assert refused.code == 3
     assert "max_positions=16" in refused.out + refused.err
+
+
+@pytest.mark.filterwarnings("ignore:polyattn. prompts that begin alike are run anew:RuntimeWarning")
+def test_a_hybrid_model_and_who_serves_its_linear_attention(run: Run, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, layer_types=["linear_attention", "full_attention"],
+        max_position_embeddings=128, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, initializer_range=0.4, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = transformers.Qwen3_5ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    words = ("generate", "--prompt", "once upon a", "--max-new-tokens", "8", "--json")
+    names = ("--linear-attn-prefill-backend", "torch_native", "--linear-attn-decode-backend", "reference")
+    done = run(*words, "--model-path", str(tmp_path), *names)
+    assert done.code == 0, done.err
+    ids = torch.tensor([[2, 3, 4]])
+    right = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert done.data[0]["token_ids"] == right[0, 3:].tolist()
+    unknown = run(*words, "--model-path", str(tmp_path), "--linear-attn-backend", "torch_nativ")
+    assert unknown.code != 0
+    assert "torch_native" in unknown.out
+    plain = run(*words, "--model-path", str(folder), "--linear-attn-backend", "torch_native")
+    assert plain.code == 2
+    assert "has no layer of linear attention" in plain.out

@@ -110,6 +110,7 @@ def test_cells_that_are_limited_say_to_what(support: Support) -> None:
     assert found.endswith("lowered: dequantise_kv")
     assert cell(support, "linear", "cutedsl", "cuda", "prefill") == "no"
     assert cell(support, "linear", "triton", "cpu", "verify, chain") == "native"
+    assert cell(support, "linear", "triton", "npu", "verify, chain") == "no"
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [

@@ -234,16 +234,15 @@ def test_strict_of_the_environment_stays(run: Run, monkeypatch: pytest.MonkeyPat
     assert (entry["value"], entry["source"]) == (True, "command line")
 
 
-@pytest.mark.parametrize("flag", [one for one in OPTIONS if one.missing], ids=lambda one: one.name)
-@pytest.mark.parametrize(
-    "words", [("generate", "--model-path", "x", "--prompt", "y"), ("explain",)], ids=lambda w: w[0]
-)
-def test_a_flag_of_what_is_not_built_says_so(run: Run, flag: Option, words: tuple[str, ...]) -> None:
-    found = run(*words, flag.flag, "triton")
-    assert found.code == 2
-    said = " ".join(found.err.split())
-    assert f"{flag.flag} triton: this version has one backend of linear attention, the reference" in said
-    assert "leave the flag out" in said
+@pytest.mark.parametrize("phase, own", [("prefill", "reference"), ("decode", "torch_native")])
+def test_the_backend_of_linear_attention_is_said_for_each_phase(run: Run, phase: str, own: str) -> None:
+    flags = ("--linear-attn-prefill-backend", "reference", "--linear-attn-backend", "torch_native")
+    found = run("explain", "--family", "linear", "--phase", phase, *flags, "--json")
+    assert found.data["backend"] == own
+    refused = run("explain", *flags)
+    assert refused.code == 2
+    said = " ".join(refused.err.split())
+    assert "is about linear attention, and the request is of family dense: add --family linear" in said
 
 
 def test_one_file_says_what_a_command_takes() -> None:

@@ -75,6 +75,48 @@ def gemma2(**changes: Any) -> Any:
     return _made(transformers.Gemma2Config, transformers.Gemma2ForCausalLM, **{**own, **changes})
 
 
+def qwen3_next(**changes: Any) -> Any:
+    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    own |= {"shared_expert_intermediate_size": 16, "head_dim": 8, "layer_types": MIXED, **LINEAR}
+    return _made(transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, **{**own, **changes})
+
+
+def qwen3_5(**changes: Any) -> Any:
+    own = {"head_dim": 8, "layer_types": MIXED, **LINEAR}
+    return _made(transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, **{**own, **changes})
+
+
+def kimi_linear(**changes: Any) -> Any:
+    own: dict[str, Any] = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 12,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "layer_types": MIXED,
+        "mlp_layer_types": ["dense"] * 2,
+    }
+    return _made(transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM, **{**own, **changes})
+
+
+def olmo_hybrid(**changes: Any) -> Any:
+    own = {"layer_types": MIXED, **LINEAR}
+    return _made(transformers.OlmoHybridConfig, transformers.OlmoHybridForCausalLM, **{**own, **changes})
+
+
+MIXED = ["linear_attention", "full_attention"]
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+HYBRID = {"qwen3_next": qwen3_next, "qwen3_5": qwen3_5, "kimi_linear": kimi_linear, "olmo_hybrid": olmo_hybrid}
+"""Models with a layer of linear attention and one of full attention."""
 SHAPES = {"llama": llama, "deepseek": deepseek, "gpt_oss": gpt_oss, "gemma2": gemma2}
 
 

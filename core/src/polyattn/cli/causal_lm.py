@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,18 @@ from .devices import to_device
 
 if TYPE_CHECKING:
     from ..serving.engine import Speculative
+    from ..serving.recurrent import LinearChoice
 
-__all__ = ["folder_of", "load_config", "load_model", "load_tokenizer", "runner_of", "speculative_of", "stop_tokens_of"]
+__all__ = [
+    "folder_of",
+    "linear_choice",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "runner_of",
+    "speculative_of",
+    "stop_tokens_of",
+]
 
 
 def folder_of(name: str) -> Path:
@@ -88,6 +99,26 @@ def runner_of(model: Any, needed: int) -> Any:
 
     known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0
     return CausalLMRunner(model, max_positions=needed if 0 < needed < known else None)
+
+
+def linear_choice(given: Mapping[str, Any], runner: Any) -> LinearChoice:
+    """Return who serves linear attention, as the flags say.
+
+    Raises:
+        ConfigError: a flag is given, and the model has no such layer.
+    """
+    from ..serving.recurrent import LinearChoice
+
+    names = {
+        f"linear_attn_{phase}backend": given[f"linear_attn_{phase}backend"] for phase in ("", "prefill_", "decode_")
+    }
+    found = [name for name, backend in names.items() if backend is not None]
+    if found and not runner.recurrent:
+        raise ConfigError(
+            f"--{found[0].replace('_', '-')} {names[found[0]]}: {type(runner.model).__name__} has no layer of linear "
+            "attention; leave it out"
+        )
+    return LinearChoice(*names.values())
 
 
 def speculative_of(model: Any, needed: int, steps: int | None, topk: int | None, nodes: int | None) -> Speculative:

@@ -163,11 +163,14 @@ def explain(
         if problems := check_settings(settings, backend_names(get_manager().backends.values())):
             raise ConfigError("; ".join(problems))
     strict = given["strict"] or current_settings().strict
-    if assume_platform is None and assume_installed is None:
-        selection = _on_this_machine(ask(question, here()), backend, pair, mode, strict)
+    elsewhere = assume_platform is not None or assume_installed is not None
+    request = ask(question) if elsewhere else ask(question, here())
+    backend = _of_linear(request, given) or backend
+    if not elsewhere:
+        selection = _on_this_machine(request, backend, pair, mode, strict)
     else:
         selection = what_if(
-            ask(question),
+            request,
             platform=assumed(here()) if assume_platform is None else checked(assume_platform),
             installed=[name.strip() for name in (assume_installed or "").split(",") if name.strip()],
             backend=backend,
@@ -180,6 +183,19 @@ def explain(
         show_json(selection.to_dict())
     else:
         _print(selection, verbose)
+
+
+def _of_linear(request: AttentionRequest, given: Mapping[str, Any]) -> str | None:
+    """Return the backend that the flags of linear attention name for a request; a phase's own wins."""
+    named = {name: given[name] for name in given if name.startswith("linear_attn_") and given[name] is not None}
+    if named and request.family != "linear":
+        flag = f"--{next(iter(named)).replace('_', '-')}"
+        raise ConfigError(
+            f"{flag} is about linear attention, and the request is of family {request.family}: add --family linear"
+        )
+    own = "prefill" if request.phase in ("prefill", "extend") else "decode"
+    found: str | None = named.get(f"linear_attn_{own}_backend", named.get("linear_attn_backend"))
+    return found
 
 
 def _print(selection: Selection, verbose: bool) -> None:

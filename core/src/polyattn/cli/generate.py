@@ -17,7 +17,15 @@ from ..errors import ConfigError
 from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
 from . import pipelines
-from .causal_lm import folder_of, load_model, load_tokenizer, runner_of, speculative_of, stop_tokens_of
+from .causal_lm import (
+    folder_of,
+    linear_choice,
+    load_model,
+    load_tokenizer,
+    runner_of,
+    speculative_of,
+    stop_tokens_of,
+)
 from .options import Device, Json, settings_of, with_options
 from .rendering import facts, panel, progress, screen, show_json
 
@@ -142,12 +150,14 @@ def generate(
     ids = [tokenizer(text)["input_ids"] for text in prompts]
     longest = max(map(len, ids)) + max_new_tokens
     needed = longest + (0 if draft is None else 3 if levels[0] is None else levels[0])
+    runner = runner_of(model, needed)
     engine = Engine(
-        runner_of(model, needed),
+        runner,
         EngineConfig(
             cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
+            linear=linear_choice(given, runner),
             speculative=None if draft is None else speculative_of(load_model(draft, device), needed, *levels),
             graphs=not given["disable_cuda_graph"],
         ),

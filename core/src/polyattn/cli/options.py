@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import ConfigError
 from ..selection.config import load_settings
 
 __all__ = [
@@ -55,7 +54,6 @@ class Option:
         help: what it says, a sentence. usual: what is taken where it is not given. metavar: the word for its value.
         panel: heading of the help it stands under. commands: who takes it. also: other flags of the same meaning.
         setting: whether it is a setting of `polyattn.selection.config.Settings`.
-        missing: why it cannot be given in this version; empty where it can.
     """
 
     name: str
@@ -67,7 +65,6 @@ class Option:
     usual: str = ""
     also: tuple[str, ...] = ()
     setting: bool = False
-    missing: str = ""
 
     @property
     def flag(self) -> str:
@@ -100,10 +97,6 @@ _SETTINGS = _ENGINE | {"config check"}
 _CHOICE = _SETTINGS | {"explain"}
 _VARIABLES = frozenset({"trace"})
 """A command that runs another program tells it settings by their variables: it takes the flags that have one."""
-_NO_LINEAR = (
-    "this version has one backend of linear attention, the reference, so there is nothing to choose between; leave the "
-    "flag out, or name a backend in the call"
-)
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -176,13 +169,13 @@ OPTIONS: tuple[Option, ...] = (
         Option(
             f"linear_attn_{phase}backend",
             str,
-            f"The backend of linear attention{where}; this version has none to choose.",
+            f"The backend of linear attention{where}.",
             "NAME",
             WHO,
             _ENGINE | {"explain"},
-            missing=_NO_LINEAR,
+            usual="that of --linear-attn-backend" if phase else "",
         )
-        for phase, where in (("", ""), ("prefill_", " in prefill"), ("decode_", " in decode"))
+        for phase, where in (("", ""), ("prefill_", " in prefill"), ("decode_", " in decode and of drafts"))
     ),
     Option("strict", bool, "Take a documented fallback for an error.", "", WHO, _CHOICE | _VARIABLES, setting=True),
     Option("page_size", int, "Tokens per page of the KV cache.", "TOKENS", CACHE, _SETTINGS, usual="16", setting=True),
@@ -263,7 +256,6 @@ def with_options(command: str, more: Iterable[Option] = ()) -> Callable[[Callabl
         @functools.wraps(function)
         def run(**values: Any) -> None:
             given = {option.name: values.pop(option.name) for option in taken}
-            _check_missing(taken, given)
             function(given=given, **values)
 
         # typer reads the signature; what `wraps` kept would name the parameters of the function inside.
@@ -284,14 +276,3 @@ def _signature(function: Callable[..., None], taken: Iterable[Option]) -> inspec
         else:
             own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     return inspect.Signature(own)
-
-
-def _check_missing(taken: Iterable[Option], given: Mapping[str, Any]) -> None:
-    """Refuse a flag that this version can do nothing with.
-
-    Raises:
-        ConfigError: a flag is given that this version can do nothing with.
-    """
-    for option in taken:
-        if option.missing and given[option.name] is not None:
-            raise ConfigError(f"{option.flag} {given[option.name]}: {option.missing}")

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..selection import overrides
-from .causal_lm import folder_of, load_model, load_tokenizer, runner_of, speculative_of
+from .causal_lm import folder_of, linear_choice, load_model, load_tokenizer, runner_of, speculative_of
 from .engines import ENGINES, command_of, run_engine
 from .options import Device, Json, options_of, settings_of, with_options
 from .rendering import facts, panel, screen, show_json
@@ -317,6 +317,7 @@ def _engine(
             max_tokens=length,
             max_batch_tokens=sizes.chunked_prefill_size,
             prefix_caching=sizes.prefix_caching,
+            linear=linear_choice(given, runner),
             speculative=None
             if draft is None
             else speculative_of(load_model(draft, device, **more), length + steps, *levels),

@@ -21,7 +21,7 @@ from ...serving.mla import expand, split_kv_b
 from .latent_parts import RULES, compute_parts, heads_of, rules_for
 from .registry import interfaces
 
-__all__ = ["looks_latent", "nearest_rotary", "rope_rule"]
+__all__ = ["looks_latent", "nearest_rotary", "rope_rule", "takes_no_positions"]
 
 _NUMBERS = ("layer_idx", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scaling")
 _QUERY = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
@@ -29,6 +29,11 @@ _OTHERS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _ARGUMENTS = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 _PROBE = "polyattn_latent_probe"
 _POSITIONS = (5, 11)
+
+
+def takes_no_positions(module: nn.Module) -> bool:
+    """Return whether a module's forward is not told where its tokens are."""
+    return "position_embeddings" not in inspect.signature(module.forward).parameters
 
 
 def looks_latent(module: nn.Module) -> bool:
@@ -85,7 +90,7 @@ def _structure(module: Any) -> str:
     required = {name for name, p in named.items() if p.default is p.empty and p.kind not in open_ended}
     if more := sorted(required - _ARGUMENTS):
         return f"its forward needs {', '.join(more)}"
-    if "position_embeddings" not in named:
+    if takes_no_positions(module):
         return "its forward takes no position_embeddings, so its rows have no positions"
     if module.training:
         return "it is in training mode; call model.eval() first"

@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import InvalidInputError
+from ...errors import GraphError, InvalidInputError, UnsupportedRequestError
 from ...serving.layer import AttentionLayer, StateLayer
 from ...serving.mla import LatentAttention
 from ...serving.recurrent import RecurrentLayers
 from ..common.keywords import asked_by
-from .latent import Replacement, latent_modules
-from .latent_check import looks_latent
+from .latent import LatentModule, Replacement, latent_modules
+from .latent_check import looks_latent, takes_no_positions
 from .probing import attending, configs_of, probe, reading
 from .recurrent import calling
 from .registry import interfaces
@@ -69,7 +70,7 @@ class CausalLMRunner:
         self.max_positions: int = _positions(getattr(config, "max_position_embeddings", 0) or 0, max_positions)
         self.modules, self.recurrent = probe(model, self.max_positions)
         self.configs = configs_of(model)
-        self.replaced = tuple(latent_modules(model)) if _is_latent(self.modules, latent) else ()
+        self.replaced = _latent(model, self.modules, latent)
         attention: tuple[AttentionLayer, ...] = tuple(self.modules.values())
         if self.replaced:
             attention = tuple(entry.layer for entry in self.replaced)
@@ -106,6 +107,11 @@ class _Serving:
             replaced = Replacement(list(runner.replaced), self.latent.forward)
         recurrent: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.recurrent is not None:
+            if not steps:
+                raise GraphError(
+                    f"{type(runner.model).__name__} has layers of linear attention, whose steps are not recorded; "
+                    "build the engine with graphs=False"
+                )
             self.recurrent.plan(batch, steps)
             recurrent = calling(runner.model, _Recurrent(self.recurrent, runner.recurrent))
         with attending(runner.configs, SERVING), replaced, recurrent:
@@ -145,8 +151,19 @@ def _positions(known: int, wanted: int | None) -> int:
     return wanted
 
 
-def _is_latent(modules: Iterable[nn.Module], wanted: bool | None) -> bool:
-    return wanted or (wanted is None and all(looks_latent(module) for module in modules))
+def _latent(model: Any, modules: Iterable[nn.Module], wanted: bool | None) -> tuple[LatentModule, ...]:
+    """The modules that are served from latent rows."""
+    if wanted is False or (wanted is None and not all(looks_latent(module) for module in modules)):
+        return ()
+    try:
+        return tuple(latent_modules(model))
+    except UnsupportedRequestError as exc:
+        # Layers without positions, as hybrid models have them, are right from whole keys too, with larger caches.
+        if wanted or not all(takes_no_positions(module) for module in modules):
+            raise
+        text = f"polyattn: latent attention is served from whole keys and values, whose caches are larger: {exc}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return ()
 
 
 def _attend(

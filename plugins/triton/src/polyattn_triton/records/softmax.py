@@ -150,7 +150,9 @@ def block_sparse_row(platform: str) -> Row:
 
 
 def _rules(platform: str) -> Iterable[AutoRule]:
-    yield AutoRule(400, "linear attention: triton unless another kernel is asked for", conditions(family="linear"))
+    if platform != "cpu":
+        linear = conditions(family="linear")
+        yield AutoRule(400, "linear attention: triton unless another kernel is asked for", linear)
     if platform == "cuda":
         windowed = conditions(family=("dense", "varlen"), window=WiderThan(0))
         yield AutoRule(380, "windows that FlashAttention does not serve: triton, which skips what they hide", windowed)

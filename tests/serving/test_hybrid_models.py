@@ -1,0 +1,139 @@
+"""Models with layers of linear attention in the engine: token for token what `model.generate` says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from polyattn.errors import BackendUnavailableError, GraphError, InvalidInputError
+from polyattn.integrations.transformers.serving import CausalLMRunner
+from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
+from polyattn.serving.graphs.graphs import FakeGraph
+from polyattn.serving.kv_cache.pool import KVCacheConfig
+from polyattn.serving.recurrent import LinearChoice
+
+from .models import HYBRID, llama, prompt
+
+NEW = 14
+NEAR = 1e-4
+"""Of two logits: closer ones may change places by rounding alone, and with them everything that follows."""
+PROMPTS = [prompt(70, 1), prompt(33, 2), prompt(1, 3), prompt(5, 4)]
+GREEDY = SamplingParams(max_new_tokens=NEW)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:polyattn. prompts that begin alike are run anew:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:polyattn. latent attention is served from whole keys:RuntimeWarning"),
+]
+
+
+@functools.cache
+def model(shape: str, seed: int = 0) -> Any:
+    return HYBRID[shape](seed=seed)
+
+
+@functools.cache
+def runner(shape: str) -> CausalLMRunner:
+    return CausalLMRunner(model(shape))
+
+
+@functools.cache
+def expected(shape: str, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """What `model.generate` says, and how far its first choice was from its second, at each place."""
+    ids = torch.tensor([tokens])
+    options: Any = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": NEW}
+    out = model(shape).generate(ids, attention_mask=torch.ones_like(ids), **options)
+    best = [logits[0].topk(2).values for logits in out.logits]
+    return out.sequences[0, len(tokens) :].tolist(), [float(first - second) for first, second in best]
+
+
+def agree(shape: str, prompts: Sequence[list[int]], outputs: Sequence[Any]) -> None:
+    for tokens, output in zip(prompts, outputs, strict=True):
+        ids, gaps = expected(shape, tuple(tokens))
+        near = next((n for n, gap in enumerate(gaps) if gap < NEAR), NEW)
+        assert near > NEW // 2, "most of the text is compared"
+        assert output.token_ids[:near] == ids[:near]
+
+
+def engine(shape: str, page_size: int = 16, **more: Any) -> Engine:
+    return Engine(runner(shape), EngineConfig(cache=KVCacheConfig(page_size=page_size), max_tokens=128, **more))
+
+
+each = pytest.mark.parametrize("shape", list(HYBRID))
+
+
+@each
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_mixed_batches_and_prompts_in_chunks(shape: str, page_size: int) -> None:
+    made = engine(shape, page_size, max_batch_tokens=13)
+    outputs = made.generate(PROMPTS, GREEDY)
+    agree(shape, PROMPTS, outputs)
+    made.check()
+    assert all(output.cached_tokens == 0 for output in outputs)
+
+
+@each
+def test_requests_that_lose_their_pages_are_run_again(shape: str) -> None:
+    made = engine(shape, 4, pages=34, max_requests=3)
+    outputs = made.generate(PROMPTS, GREEDY)
+    agree(shape, PROMPTS, outputs)
+    assert sum(output.preemptions for output in outputs) > 0
+    made.check()
+
+
+@each
+def test_a_fork_goes_on_from_the_state_it_has(shape: str) -> None:
+    made = engine(shape)
+    (number,) = made.add(PROMPTS[1], GREEDY)
+    for _ in range(5):
+        made.step()
+    made.fork(number)
+    outputs = []
+    while made.unfinished:
+        outputs += made.step()
+    agree(shape, [PROMPTS[1]] * 2, outputs)
+    made.check()
+
+
+@each
+@pytest.mark.parametrize("spec", [{"steps": 3}, {"steps": 2, "topk": 3, "draft_tokens": 8}], ids=["chain", "tree"])
+def test_drafts_are_verified(shape: str, spec: dict[str, Any]) -> None:
+    """By a draft model that is often right: the state and the tail of the accepted token are committed together."""
+    draft = CausalLMRunner(llama())
+    made = engine(shape, max_batch_tokens=48, speculative=Speculative(draft, **spec))
+    agree(shape, PROMPTS, made.generate(PROMPTS, GREEDY))
+    made.check()
+
+
+def test_who_serves_is_said_for_each_phase() -> None:
+    choice = LinearChoice(prefill="torch_native", decode="reference")
+    agree("qwen3_next", PROMPTS[1:2], engine("qwen3_next", linear=choice).generate(PROMPTS[1:2], GREEDY))
+    with pytest.raises(BackendUnavailableError, match="torch_nativ"):
+        engine("qwen3_next", linear=LinearChoice(decode="torch_nativ")).generate(PROMPTS[1:2], GREEDY)
+
+
+def test_layers_are_asked_in_a_planned_step_only() -> None:
+    made = engine("qwen3_next")
+    layers = made.memory._forward.recurrent
+    assert layers is not None
+    layers._batch = None
+    with pytest.raises(InvalidInputError, match="no step is planned"):
+        layers.conv(1, torch.zeros(1, 4), torch.zeros(4, 4), None)
+
+
+def test_the_models_functions_are_its_own_again_after_a_step() -> None:
+    import sys
+
+    made = engine("qwen3_next")
+    module = sys.modules[type(model("qwen3_next")).__module__]
+    before = module.torch_chunk_gated_delta_rule
+    made.generate(PROMPTS[3:], GREEDY)
+    assert module.torch_chunk_gated_delta_rule is before
+
+
+def test_steps_are_not_recorded_and_that_is_said() -> None:
+    with pytest.raises(GraphError, match="has layers of linear attention, whose steps are not recorded"):
+        engine("qwen3_next", graphs=FakeGraph).generate(PROMPTS[3:], GREEDY)
