@@ -137,7 +137,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Run(layers=1.5), r"layers=1.5 must be"),  # type: ignore[arg-type]
     (lambda: Run(steps=2).at(step=2), "step=2 must be a whole number from 0, below steps=2"),
     (lambda: Run().at(grid=(1, 2)), r"grid=\(1, 2\) must be"),  # type: ignore[arg-type]
-    (lambda: place(grdi=GRID), r"place\(\) has no field 'grdi'; there are branch, grid, kept,"),
+    (lambda: place(grdi=GRID), r"place\(\) has no field 'grdi'; there are branch, grid, heads, kept,"),
     (lambda: place(run=1), r"place\(\) has no field 'run'"),
     (lambda: place(gate=1, tensors={GATE: 1}), r"given gate and tensors\['gate_compress'\], which are the same"),
 ]

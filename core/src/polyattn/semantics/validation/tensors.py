@@ -72,9 +72,10 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def contents_readable(tensor: Tensor) -> bool:
-    """Return whether tensor contents are checked: always on the CPU, on a device only under POLYATTN_VALIDATE=1."""
+    """Return whether tensor contents are checked: on the CPU where there are any, on a device only under
+    POLYATTN_VALIDATE=1."""
     if tensor.device.type == "cpu":
-        return True
+        return not has_shapes_only(tensor)
     # Only torch's CUDA builds can be asked whether they capture.
     return envvars.flag("POLYATTN_VALIDATE") and not (
         tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
