@@ -6,8 +6,8 @@
 Wan 2.1 1.3B makes 81 frames at 480p (32,760 tokens), Flux an image at 1,024 pixels (4,096 tokens and 512 of text);
 random weights, bfloat16. A forward of the model is timed: its block, and what is before and after it. Exact backends
 must give what diffusers' native attention gives, or they are not timed; sparse methods must give something else.
-All take turns in one run. What the adapter adds is the host's time of a small call through diffusers' dispatcher, less that of
-`bind`. The command ends with 1 where polyattn's own choice is slower than `BAR` allows.
+All take turns in one run. What the adapter adds is the host's time of a small call through diffusers' dispatcher, less
+that of `bind`. The command ends with 1 where polyattn's own choice is slower than `BAR` allows.
 """
 
 from __future__ import annotations
