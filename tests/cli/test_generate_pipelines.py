@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel
 
+from polyattn.errors import ConfigError
 from polyattn.integrations.diffusers import components, saving, uninstall
 from polyattn.integrations.diffusers.folders import Folder
 
@@ -532,3 +533,47 @@ def test_it_works_without_diffusers_for_causal_lms() -> None:
     program = "import polyattn.cli.generate, sys; print([m for m in ('torch', 'diffusers', 'PIL') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("degree", ["ulysses", "ring"])
+def test_two_processes_make_the_frames_of_one(draw: Any, folder: Any, tmp_path: Path, degree: str) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert draw("wan", "--output", str(one)).code == 0
+    words = ("generate", "--model-path", str(folder("wan")), "--prompt", "a cat", *SIZES["wan"], "--output", str(two))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [*torchrun, "-m", "polyattn", *words, f"--{degree}-degree", "2", "--json"],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout)  # of one process alone
+    assert said["processes"] == 2
+    assert {(row["role"], row["backend"]) for row in said["rows"] if row["component"] == "transformer"} == {
+        ("self", "torch_sdpa@cpu"),
+        ("cross", "torch_sdpa@cpu"),
+    }
+    names = sorted(file.name for file in one.iterdir())
+    assert names == sorted(file.name for file in two.iterdir())
+    for name in names:
+        pair = [np.asarray(Image.open(place / name)).astype(int) for place in (one, two)]
+        assert np.abs(pair[0] - pair[1]).max() <= 1, "a sum in another order may round a pixel otherwise"
+
+
+def test_processes_are_started_by_torchrun(draw: Any) -> None:
+    done = draw("wan", "--ulysses-degree", "2", "--ring-degree", "2")
+    assert done.code == 2
+    said = done.data["error"]["message"]
+    assert "is 4, and the processes of this job are 1: start it by torchrun --nproc-per-node 4" in said
+    done = draw("wan", "--ring-degree", "0")
+    assert done.code == 2
+    assert "--ring-degree 0: give 1 or more" in done.data["error"]["message"]
+    done = draw("wan", "--ring-degree", "2", "--dry-run")
+    assert "the processes are not part of a dry run" in done.out
+
+
+def test_a_model_without_a_plan_cannot_be_spread() -> None:
+    from polyattn.integrations.diffusers.parallel import spread
+
+    with pytest.raises(ConfigError, match="no plan of context parallelism for Linear; leave ulysses_degree"):
+        spread({"transformer": torch.nn.Linear(2, 2)}, 2, 1)

@@ -51,6 +51,10 @@ OWN = (
             ("true_cfg_scale", float, "The same for pipelines whose guidance_scale is an input of the model.", "G"),
         )
     ),
+    *(
+        Option(f"{name}_degree", int, f"Processes that {what}; started by torchrun.", "N", DRAWN, usual="1")
+        for name, what in (("ulysses", "share the heads"), ("ring", "send keys and values around"))
+    ),
     Option("fps", int, "Frames per second of the file.", "N", DRAWN, usual="that of the pipeline, or 16"),
     Option(
         "dtype",
@@ -77,7 +81,8 @@ OWN = (
     ),
 )
 """Flags that only pipelines have."""
-OF_CALL = tuple(option.name for option in OWN if option.name not in ("fps", "dtype", "output", "dry_run"))
+_ASIDE = ("ulysses_degree", "ring_degree", "fps", "dtype", "output", "dry_run")
+OF_CALL = tuple(option.name for option in OWN if option.name not in _ASIDE)
 """Flags that are arguments of a pipeline's call."""
 USUAL_RATE = 16
 """Frames per second where the pipeline says none."""
@@ -113,6 +118,7 @@ class _Job:
     Attributes:
         folder: of the pipeline. wanted: backends. call: arguments of its call. target: where the result goes.
         fps: of a video. dtype, device: of the models. seed: of the noise. notes: what a reader should know.
+        degrees: (ulysses, ring), processes of the job.
     """
 
     folder: Folder
@@ -124,6 +130,7 @@ class _Job:
     device: str
     seed: int
     notes: tuple[str, ...]
+    degrees: tuple[int, int] = (1, 1)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the call. The noise is drawn on the CPU, so that it is the same for each device."""
@@ -142,7 +149,15 @@ def draw(path: Path, prompts: list[str], seed: int, device: str, given: Mapping[
         ConfigError: what is asked for cannot be. BackendUnavailableError: diffusers is missing or too old.
     """
     job = _job(path, prompts, seed, device, given)
-    (_plan if given["dry_run"] else _run)(job, as_json=as_json)
+    if given["dry_run"]:
+        _plan(job, as_json=as_json)
+    elif job.degrees == (1, 1):
+        _run(job, as_json=as_json)
+    else:
+        from ..integrations.diffusers.parallel import started
+
+        with started(job.degrees[0] * job.degrees[1]) as rank:
+            _run(job, as_json=as_json, rank=rank)
 
 
 def _job(path: Path, prompts: list[str], seed: int, device: str, given: Mapping[str, Any]) -> _Job:
@@ -162,7 +177,15 @@ def _job(path: Path, prompts: list[str], seed: int, device: str, given: Mapping[
     if "frame_rate" in takes:
         fps = fps or round(takes["frame_rate"].default or USUAL_RATE)
         call["frame_rate"] = fps
-    return _Job(folder, wanted, call, target, fps or USUAL_RATE, _dtype(given["dtype"], device), device, seed, notes)
+    ulysses, ring = (1 if given[f"{name}_degree"] is None else given[f"{name}_degree"] for name in ("ulysses", "ring"))
+    for name, degree in (("ulysses", ulysses), ("ring", ring)):
+        if degree < 1:
+            raise ConfigError(f"--{name}-degree {degree}: give 1 or more")
+    degrees = ulysses, ring
+    if degrees != (1, 1) and given["dry_run"]:
+        notes = (*notes, "the processes are not part of a dry run; polyattn parallel-plan predicts what they cost")
+    dtype = _dtype(given["dtype"], device)
+    return _Job(folder, wanted, call, target, fps or USUAL_RATE, dtype, device, seed, notes, degrees)
 
 
 def _wanted(folder: Folder, given: Mapping[str, Any]) -> tuple[Wanted, tuple[str, ...]]:
@@ -284,10 +307,11 @@ def _quiet() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _run(job: _Job, *, as_json: bool) -> None:
+def _run(job: _Job, *, as_json: bool, rank: int = 0) -> None:
     import torch
 
     from ..integrations.diffusers.components import apply
+    from ..integrations.diffusers.parallel import spread
     from ..integrations.diffusers.reports import told
 
     _quiet()
@@ -295,9 +319,11 @@ def _run(job: _Job, *, as_json: bool) -> None:
     pipe = to_device(job.folder.load(job.dtype), job.device)
     waits = pipe.device.type != "cpu" and torch.accelerator.is_available()
     start = time.perf_counter()
-    with progress(console, quiet=as_json) as bar:
+    with progress(console, quiet=as_json or rank > 0) as bar:
         steps = pipe.progress_bar = _Steps(bar, torch.accelerator.synchronize if waits else lambda: None)
         prepared = apply(pipe, job.wanted)
+        if job.degrees != (1, 1):
+            spread({part.name: pipe.components[part.name] for part in prepared.parts}, *job.degrees)
         try:
             found = pipe(**job.arguments())
         except PolyattnError:
@@ -315,8 +341,10 @@ def _run(job: _Job, *, as_json: bool) -> None:
         raise ConfigError(
             f"{job.folder.pipeline} made neither an image nor a video ({type(found).__name__}); use it from Python"
         )
-    job.target.save(frames, job.fps)
     overrides.check_components()
+    if rank:  # all processes have the same frames
+        return
+    job.target.save(frames, job.fps)
     silent = ("its sound is not written",) if getattr(found, "audio", None) is not None else ()
     width, height = frames[0].size
     data = {
@@ -327,6 +355,7 @@ def _run(job: _Job, *, as_json: bool) -> None:
         "frames": len(frames),
         "seed": job.seed,
         "seconds": round(seconds, 3),
+        "processes": job.degrees[0] * job.degrees[1],
         "steps": steps.done,
         "seconds_per_step": round(steps.seconds / steps.done, 4) if steps.done else None,
         "notes": [*job.notes, *silent],

@@ -17,7 +17,7 @@ from ...errors import InvalidInputError
 from ...selection.overrides import SCOPE, Scope, above_components, current_scope
 from ..common.keywords import refuse_unknown, refused
 from .parallel import attend_parallel
-from .places import HERE, placed
+from .places import HERE, placed, tell
 
 __all__ = ["Everything", "make_attend", "make_sdpa"]
 
@@ -189,6 +189,10 @@ def _parallel(
             "_parallel_config", _WHO, "a method of sparse attention needs to know which tokens and heads a rank has",
             "name a dense backend, or polyattn.nn.UlyssesAttention in a model of your own",
         )  # fmt: skip
+    if HERE.part is not None and not _is_tracing():
+        # Parts are attended with their LSE, whether the layer wants it or not.
+        static = _static(causal=False, scale=scale, dropout=0.0, lse=True, layout="BSHD")
+        tell(HERE.part, (query, key, value, mask), static, backend, scope, None)
     return attend_parallel(query, key, value, mask, scale, lse, config, backend, scope)
 
 

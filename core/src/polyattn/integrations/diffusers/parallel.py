@@ -6,17 +6,24 @@ one that attends some of the keys, and its backward, which is given the merged r
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...dispatch.call_key import SITES_KEPT
 from ...dispatch.part import Part, bind_part
+from ...errors import ConfigError
 from ...selection.overrides import Scope, restored
 from ..common.keywords import refused
 
-__all__ = ["attend_parallel"]
+__all__ = ["attend_parallel", "spread", "started"]
 
 _WHO = "context parallelism of diffusers on polyattn"
 
@@ -109,3 +116,58 @@ def _backward(
     mask, scale = ctx.polyattn
     backend, scope = name
     return _part(scope, backend, scale, True).backward(grad_out, q, k, v, whole, norm, attn_mask=mask)
+
+
+@contextlib.contextmanager
+def started(ranks: int) -> Iterator[int]:
+    """Join the other processes that torchrun started, and leave them at the end.
+
+    Args:
+        ranks: how many there are to be.
+
+    Yields:
+        The number of this one.
+
+    Raises:
+        ConfigError: torchrun did not start this process, or started another number of them.
+    """
+    there = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if there != ranks:
+        raise ConfigError(
+            f"ulysses_degree times ring_degree is {ranks}, and the processes of this job are {there}: start it by "
+            f"torchrun --nproc-per-node {ranks} -m polyattn generate ..."
+        )
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def spread(models: dict[str, Any], ulysses: int, ring: int) -> None:
+    """Spread models over the ranks of the process group.
+
+    Args:
+        models: of a pipeline, by component; those that diffusers has a plan for are spread.
+
+    Raises:
+        ConfigError: it has a plan for none of them.
+    """
+    from diffusers import ContextParallelConfig
+
+    planned = {name: model for name, model in models.items() if getattr(model, "_cp_plan", None) is not None}
+    if not planned:
+        kinds = ", ".join(sorted(type(model).__name__ for model in models.values())) or "no model"
+        raise ConfigError(
+            f"diffusers has no plan of context parallelism for {kinds}; leave ulysses_degree and ring_degree out"
+        )
+    config: Any = ContextParallelConfig
+    with contextlib.ExitStack() as stack:
+        if not torch.accelerator.is_available():
+            # diffusers counts the devices of an accelerator, of which a CPU has none.
+            stack.enter_context(mock.patch.object(torch.accelerator, "device_count", return_value=1))
+        for model in planned.values():
+            model.enable_parallelism(config=config(ulysses_degree=ulysses, ring_degree=ring))

@@ -27,7 +27,7 @@ from ...video import Run, place
 from .families import Family, Grid, given_to
 from .rules import ROLES, Rules
 
-__all__ = ["HERE", "Denoising", "Part", "Told", "placed"]
+__all__ = ["HERE", "Denoising", "Part", "Told", "placed", "tell"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _watching: weakref.WeakKeyDictionary[Any, Denoising] = weakref.WeakKeyDictionary()
@@ -392,7 +392,7 @@ def placed(
     ):  # without a method nobody looks at a place
         here, mask = _place(part, role, query, mask, static.layout, tracing)
     if not tracing:
-        _tell(part, (query, key, value, mask), static, backend, scope, here)
+        tell(part, (query, key, value, mask), static, backend, scope, here)
     if part.pretend is not None:
         return part.pretend(query, key, value, mask, static, pinned, scope)
     if here is None and not tracing:
@@ -400,7 +400,7 @@ def placed(
     return at((query, key, value, mask, None, None), static, backend, scope, here)
 
 
-def _tell(
+def tell(
     part: Part, tensors: tuple[Any, ...], static: Static, backend: str | None, scope: Scope, here: Place | None
 ) -> None:
     """Note a call for `report`."""
