@@ -21,7 +21,7 @@ TARGET = OffChip("torch_sdpa", "musa")
 
 
 def cases() -> list[Case]:
-    found = generate(TARGET.rows, TARGET.facts, families=("dense",), dtypes=("float32", "bfloat16"), per_row=5)
+    found = generate(TARGET.rows, TARGET.facts, families=("dense",), dtypes=("float32", "bfloat16"), per_row=8)
     found += generate(TARGET.rows, TARGET.facts, families=("paged", "mla"), dtypes=("bfloat16",), per_row=1)
     return [c for c in found if c.check != "capture" and not c.request.large and not c.request.transform]
 

@@ -371,8 +371,8 @@ def test_a_planted_argument_is_found(
         function = right(*args)
         return lambda *tensors, **given: function(*tensors, **{**given, **wrong})
 
-    made = tried.cases(3, families=(family,), dtypes=("bfloat16",))
-    cases = [case for case in made if words in case.id][:3]
+    made = tried.cases(6, families=(family,), dtypes=("bfloat16",))
+    cases = [case for case in made if words in case.id][:6]
     assert cases
     for module in (latents, mha, sage, unified):
         monkeypatch.setattr(module, "load", load)

@@ -307,7 +307,7 @@ def test_a_planted_error_is_found(
     found = importlib.import_module(module)
     monkeypatch.setattr(found, name, change(getattr(found, name)))
     target = BUILDS[build][1]
-    assert any(target.caught([case]) for case in target.cases(per_row=8, dtypes=("bfloat16",)))
+    assert any(target.caught([case]) for case in target.cases(per_row=16, dtypes=("bfloat16",)))
 
 
 # ------------------------------------------------------------------------------------------------------------- limits
