@@ -122,7 +122,8 @@ def test_an_interpreter_has_one_case_of_257_keys_a_family(level: Any) -> None:
     assert sorted(case.request.family for case in longer) == ["dense", "mla", "paged", "varlen"]
     assert {case.longest[1] for case in longer} == {KEYS["interpreter"]}
     assert max(len(case.lengths) * case.request.heads for case in cases) < 1000
-    assert sum(bool(case.far) for case in cases) == len({case.request.family for case in cases})
+    # Linear attention has no softmax, which logits far from 0 could overflow.
+    assert sum(bool(case.far) for case in cases) == len({case.request.family for case in cases} - {"linear"})
 
 
 def test_a_full_run_is_not_much_longer() -> None:

@@ -30,7 +30,10 @@ def covering(
         seed: the same seed gives the same combinations on every machine.
     """
     rng = random.Random(seed)
-    names = sorted(axes)
+    # An axis of one value meets everything anyhow. It has no part in the draws, so that a field which only another
+    # family has changes none of them.
+    usual = {name: values[0] for name, values in axes.items() if len(set(values)) == 1}
+    names = sorted(axes.keys() - usual.keys())
     # Each value of each axis is one bit: what meets what is then counted by whole words, not one by one.
     bits: dict[_Value, int] = {}
     own: dict[str, int] = {}
@@ -63,13 +66,14 @@ def covering(
         if len(found) >= count:
             return found
         if other & wanted[one]:
-            keep(repair(dict(spelled[bit] for bit in _grow(one, other, choices, wanted, rng))))
+            keep(repair({**usual, **dict(spelled[bit] for bit in _grow(one, other, choices, wanted, rng))}))
             wanted[one] &= ~other
             wanted[other] &= ~one
     for _ in range(20 * count):
         if len(found) >= count:
             break
-        keep(repair({name: axes[name][0] if rng.random() < 0.5 else rng.choice(axes[name]) for name in names}))
+        drawn = {name: axes[name][0] if rng.random() < 0.5 else rng.choice(axes[name]) for name in names}
+        keep(repair({**usual, **drawn}))
     return found
 
 

@@ -108,11 +108,16 @@ class LongCases(RowCases):
             missing.pop((name, value), None)
             if missing:
                 name, value = next(iter(missing))
-                given = {n: next((v for m, v in missing if m == n), rng.choice(self.axes[n])) for n in names}
+                # A draw for each field that has several values, and for no other: `covering` says why.
+                given = {n: next((v for m, v in missing if m == n), self._drawn(rng, n)) for n in names}
                 if name == "chunk":
                     given["window"] = (-1, -1)
                 if name == "window":
                     given["span"] = self._tiles_of_queries({**given, name: value}, given["span"])
+
+    def _drawn(self, rng: random.Random, name: str) -> Hashable:
+        values = self.axes[name]
+        return rng.choice(values) if len(values) > 1 else values[0]
 
     def _met(self, values: dict[str, Hashable]) -> set[tuple[str, Hashable]]:
         grad: Any = values["grad"]
