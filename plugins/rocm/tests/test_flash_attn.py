@@ -130,5 +130,5 @@ def test_a_planted_lse_of_zero_for_rows_without_keys_is_found(monkeypatch: pytes
     blind = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(flash_attention._Kernels, "_empties", blind, raising=False)
     target = TARGETS["released"]
-    made = target.cases(8, families=("dense",), dtypes=("bfloat16",))
-    assert target.caught([c for c in made if "s_relation=more" in c.id and c.request.lse][:1])
+    made = target.cases(12, families=("dense",), dtypes=("bfloat16",))
+    assert target.caught([c for c in made if "s_relation=more" in c.id and c.request.lse][:4])
