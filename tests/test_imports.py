@@ -104,7 +104,7 @@ def test_hidden_devices_are_no_error(visible: str) -> None:
 
 
 def test_a_public_module_is_an_attribute_of_the_package() -> None:
-    rooms = "adapters contract distributed integrations nn serving testing tuning video".split()
+    rooms = ["adapters", "contract", "distributed", "integrations", "nn", "serving", "testing", "tuning", "video"]
     python("; ".join(["import polyattn", *(f"assert polyattn.{name}.__name__" for name in rooms)]))
 
 
