@@ -72,6 +72,21 @@ class Job:
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         return float(spent)
 
+    def recorded(self, call: Row) -> Row:
+        """A call as a device graph, which is replayed."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.wait()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
+
     def rows(self, rows: Rows, inside: Inside | None = None) -> dict[str, float]:
         """All of them, warm and in rounds."""
         around = {name: (inside or {}).get(name, contextlib.nullcontext) for name in rows}
