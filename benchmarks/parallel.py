@@ -95,7 +95,9 @@ def trained(job: Job, tokens: int, backends: list[str]) -> dict[str, dict[str, f
             if job.rank == 0:
                 print(f"not trained by {backend}: {error}")
             continue
-        found[backend or "the choice"] = job.rows(rows)
+        step = polyattn.bind_part(backend=backend)
+        served = polyattn.explain(polyattn.attention, *whole, backend=backend).id, polyattn.explain(step, *shard).id
+        found[f"{backend or 'the choice'} ({served[0]}, a ring by {served[1]})"] = job.rows(rows)
     return found
 
 

@@ -234,6 +234,7 @@ def _spread() -> dict[str, Setting]:
     found["ring 1 ulysses 4 fewer heads"] = Setting(ulysses=4, lengths=lengths[4], heads=(3, 3), text="front")
     found["ring 2 ulysses 2 6:2 heads"] = Setting(ring=2, ulysses=2, lengths=lengths[4], heads=(6, 2))
     found["ring 1 ulysses 4 6:2 heads"] = Setting(ulysses=4, lengths=lengths[4], heads=(6, 2))
+    found["ring 2 ulysses 1 a token"] = Setting(ring=2, lengths=(1, 0), causal=True)
     found["ring 4 ulysses 1 a token"] = Setting(ring=4, lengths=(1, 0, 0, 0), causal=True)
     return found
 
