@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.step.batch import ForwardBatch, ForwardMode
 from polyattn.serving.step.requests import RequestTable
 
-TRAINING = ["cudnn", "fa", "triton"]
+TRAINING = ["cudnn", "triton"]
 VIDEO = {256: (4, 8, 8), 75_600: (21, 45, 80), 115_200: (32, 45, 80)}
 """Tokens -> the grid of a video that has them."""
 
@@ -231,14 +232,22 @@ def traced(job: Job, tokens: int, file: Path) -> dict[str, float]:
         job.wait()
     if job.rank == 0:
         seen.export_chrome_trace(str(file))
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for one in seen.events():
-        if one.device_type == torch.autograd.DeviceType.CUDA:
-            spans["nccl" in one.name.lower()].append((one.time_range.start, one.time_range.end))
-    total = sum(end - begin for begin, end in spans[True])
-    hidden = sum(
-        max(0.0, min(end, stop) - max(begin, start)) for begin, end in spans[True] for start, stop in spans[False]
+    return overlap(file) if job.rank == 0 else {}
+
+
+def overlap(file: Path) -> dict[str, float]:
+    """The milliseconds of NCCL's kernels in a trace, and the share of them during which another kernel ran."""
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    kernels = [one for one in events if one.get("cat") == "kernel"]
+    moving, others = (
+        sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels if ("nccl" in one["name"].lower()) == wanted)
+        for wanted in (True, False)
     )
+    total = sum(end - begin for begin, end in moving)
+    hidden, done = 0.0, float("-inf")
+    for start, stop in others:  # kernels may run beside each other: what one has hidden does not count again
+        start, done = max(start, done), max(stop, done)
+        hidden += sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in moving)
     return {"transfers_ms": total / 1e3, "hidden_share": hidden / total if total else 0.0}
 
 
@@ -294,7 +303,8 @@ def main() -> None:
         return
     job = Job(small=given.small)
     sizes = [256] if given.small else given.tokens
-    command = f"torchrun --nproc-per-node {job.world} benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}"
+    words = shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *report.asked(sys.argv[1:])])
+    command = f"torchrun --nproc-per-node {job.world} {words}"
     result: dict[str, Any] = {
         **report.stamp("parallel", job.device),
         "command": command,
