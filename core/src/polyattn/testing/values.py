@@ -71,7 +71,7 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "kv_parts": (0, 1, 3),
     "spec_topk": (0, 1, 4),
     "chunked_prefix": (False, True),
-    "method": ("", "gdn", "kda"),
+    "method": ("", "gdn", "kda", "dual_chunk"),
     "block_map": (False, True),
     "block_sizes": (False, True),
     "block_starts": (False, True),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedRequestError
 from ...serving.layer import AttentionLayer, StateLayer
 from ..common.keywords import asked_by
-from .guard import dual_chunks
+from .chunks import Turning
 from .keywords import HARMLESS, read_keywords
 from .probing_positions import check_positions
 from .recurrent import Shapes, calling
@@ -156,12 +156,14 @@ def _record(
     return _nothing(query, value)
 
 
-def probe(model: Any, max_positions: int = 0) -> tuple[dict[nn.Module, AttentionLayer], tuple[StateLayer, ...]]:
+def probe(
+    model: Any, max_positions: int = 0, turning: Turning | None = None
+) -> tuple[dict[nn.Module, AttentionLayer], tuple[StateLayer, ...]]:
     """Map each attention module to its `AttentionLayer`, in the order of the forward pass, and describe the layers of
     linear attention in their order.
 
     Args:
-        max_positions: no position reaches it; 0 = not said.
+        max_positions: no position reaches it; 0 = not said. turning: of a model of dual chunk attention.
 
     Raises:
         UnsupportedRequestError: the model has layers that keep a state other than keys and values, masks other than
@@ -170,8 +172,6 @@ def probe(model: Any, max_positions: int = 0) -> tuple[dict[nn.Module, Attention
     """
     config = model.config.get_text_config(decoder=True)
     kind = type(model).__name__
-    if ignored := dual_chunks(config):
-        raise _refused(f"{kind} has {ignored}", "transformers computes plain attention for it, without a word")
 
     def keys(positions: Sequence[int]) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
         seen: list[tuple[Any, Tensor, Tensor, Tensor]] = []
@@ -192,9 +192,13 @@ def probe(model: Any, max_positions: int = 0) -> tuple[dict[nn.Module, Attention
         raise _refused(reason, "what the others keep between steps is in no page")
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise _refused(f"{shared} layers of {kind} use other layers' keys", "a layer has pages of its own")
+    if turning is not None:
+        max_positions = min(max_positions or turning.chunks.length, turning.chunks.length)
+        turning.check(keys)
     if found := check_positions(keys, max_positions):
         raise _refused(*found)
-    return notes.layers, recurrent
+    chunks = None if turning is None else turning.chunks
+    return {m: dataclasses.replace(layer, dual_chunk=chunks) for m, layer in notes.layers.items()}, recurrent
 
 
 def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:

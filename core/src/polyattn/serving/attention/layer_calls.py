@@ -47,15 +47,17 @@ class StepOfLayers:
         keywords: what a call says of the step. tables: alone, where there is nothing beside them, else None.
         slots: int64, where the new tokens go.
         query, key, value: shapes; that of the value is None where the layers are latent.
+        empty: no row has keys.
         written: the layers that have written this step's keys and values; None where nobody counts, in recorded steps:
             a recording is warmed up, made and replayed under plans that its runner knows of.
     """
 
-    __slots__ = ("_layer", "key", "keywords", "query", "slots", "tables", "value", "written")
+    __slots__ = ("_layer", "empty", "key", "keywords", "query", "slots", "tables", "value", "written")
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
         self.keywords: Mapping[str, Any] = {}
+        self.empty = False
         self.tables: PagedTables | None = None
         self.slots: Tensor
         self.query: tuple[int, ...] = ()

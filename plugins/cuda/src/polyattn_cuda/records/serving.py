@@ -22,6 +22,7 @@ from .common import (
     PHASES,
     PORTABLE,
     SERVING,
+    TRITON,
     UNABSORBED,
     free_slots,
 )
@@ -242,20 +243,27 @@ DUAL_CHUNK = BackendInfo(
                     head_dim=Range(16, 256, multiple_of=8),
                     page_size=ANY_PAGE,
                     phase=PHASES[:3],
-                    s_relation=("equal", "one", "fewer"),
+                    s_relation=("equal", "one", "fewer", "more"),
                     causal=("none", "bottom_right"),
                     group=True,
                     scale=True,
+                    softcap=True,
+                    lse=True,
                     save_kv_cache=True,
+                    graph_capture=True,
+                    misaligned=True,
                 ),
             ),
-            requires=(PORTABLE,),
+            "polyattn_triton.paged:Paged",
+            (PORTABLE, TRITON),
         ),
     ),
     summary="Dual chunk attention of the Qwen 1M models",
     priority=58,
     upstream="polyattn",
-    note="serves requests of method dual_chunk only; SGLang has dropped the name, polyattn keeps it",
+    evidence="interpreter",
+    note="serves layers of dual chunk attention only, as every paged backend with an LSE does too; SGLang has dropped "
+    "the name, polyattn keeps it",
 )
 
 BACKENDS = (FLASHMLA, CUTLASS_MLA, HPC_OPS, DSA, DUAL_CHUNK)

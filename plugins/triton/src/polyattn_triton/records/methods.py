@@ -38,11 +38,15 @@ DUAL_CHUNK_ROW = row(
     head_dim=Range(16, 256, multiple_of=8),
     page_size=ANY_PAGE,
     phase=PHASES[:3],
-    s_relation=("equal", "one", "fewer"),
+    s_relation=LENGTHS,
     causal=("none", "bottom_right"),
     group=True,
     scale=True,
+    softcap=True,
+    lse=True,
     save_kv_cache=True,
+    graph_capture=True,
+    misaligned=True,
 )
 SAGE_SLA_ROW = row(
     when={"place": True},
@@ -64,8 +68,8 @@ def _sage_sla(platform: str) -> BackendInfo:
     return dataclasses.replace(portable("sage_sla_attn", platform), providers=(own,), note="")
 
 
-def _provider(platform: str, limits: Row) -> tuple[Provider, ...]:
-    return (Provider("polyattn-triton", (limits,), requires=(TRITON[platform],)),)
+def _provider(platform: str, limits: Row, target: str = "") -> tuple[Provider, ...]:
+    return (Provider("polyattn-triton", (limits,), target, requires=(TRITON[platform],)),)
 
 
 def _backends(platform: str) -> tuple[BackendInfo, ...]:
@@ -83,11 +87,12 @@ def _backends(platform: str) -> tuple[BackendInfo, ...]:
         BackendInfo(
             "dual_chunk_flash_attn",
             platform,
-            _provider(platform, DUAL_CHUNK_ROW),
+            _provider(platform, DUAL_CHUNK_ROW, "polyattn_triton.paged:Paged"),
             summary="Dual chunk attention of the Qwen 1M models",
             priority=INTERPRETED if platform == "cpu" else 58,
+            evidence="interpreter" if platform == "cpu" else "declared",
             upstream="polyattn",
-            note="serves requests of method dual_chunk only",
+            note="serves layers of dual chunk attention only, as every paged backend with an LSE does too",
         ),
     )
 
