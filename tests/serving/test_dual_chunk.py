@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.serving import AttentionBackend, AttentionLayer, ForwardBatch, ForwardMode, KVCacheConfig, KVPool, Limits
-from polyattn.serving import PageAllocator, RequestTable
+from polyattn.serving import (
+    AttentionBackend,
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    KVCacheConfig,
+    KVPool,
+    Limits,
+    PageAllocator,
+    RequestTable,
+)
 from polyattn.serving.dual_chunk import DualChunk
 
 CHUNKS = DualChunk(12, 4, 20)  # 8 tokens a chunk, logits grow from 20 tokens on
@@ -34,8 +43,10 @@ def by_matrix(chunks: DualChunk, q: Tensor, k: Tensor, v: Tensor, rotate: Any = 
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     for i in range(S):
         distance = i // L - torch.arange(i + 1) // L
-        at = torch.where(distance == 0, i % L, torch.where(distance == 1, min(i % L + L, chunks.chunk_size), chunks.chunk_size))
-        if 2 * L - 1 < chunks.chunk_size:
+        at = torch.where(
+            distance == 0, i % L, torch.where(distance == 1, min(i % L + L, chunks.chunk_size), chunks.chunk_size)
+        )
+        if chunks.chunk_size > 2 * L - 1:
             at = torch.where(distance > 1, 2 * L - 1, at)
         queries = rotate(q[i].expand(i + 1, -1, -1), at[:, None].expand(-1, q.shape[1]))
         keys = rotate(k[: i + 1], (torch.arange(i + 1) % L)[:, None].expand(-1, q.shape[1]))
@@ -159,7 +170,7 @@ def test_its_own_name_serves_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("own", "asked", "error", "words"),
     [
-        ({"page_size": 3}, {}, InvalidInputError, r"pages of 3 tokens: a chunk has whole pages, give a divisor of 8"),
+        ({"page_size": 3}, {}, InvalidInputError, r"pages of 3 tokens: a chunk has whole pages, a divisor of 8"),
         ({}, {"topk": 1}, UnsupportedRequestError, "not served with drafts to verify: build without speculation"),
     ],
 )

@@ -78,7 +78,8 @@ def test_generate_across_chunks(graphs: bool) -> None:
     for tokens, output in zip(prompts, outputs, strict=True):
         assert output.token_ids == greedy(model, tokens, 8)
     again = engine.generate(prompts[-1:], SamplingParams(max_new_tokens=8))[0]
-    assert again.cached_tokens and again.token_ids == outputs[-1].token_ids
+    assert again.cached_tokens
+    assert again.token_ids == outputs[-1].token_ids
 
 
 def test_plain_attention_is_another_function() -> None:
@@ -94,7 +95,7 @@ def test_plain_attention_is_another_function() -> None:
 def test_drafts_are_refused() -> None:
     runner = CausalLMRunner(qwen())
     spec = Speculative(CausalLMRunner(qwen(dual_chunk_attention_config=None)), 3, 1, 0)
-    with pytest.raises(UnsupportedRequestError, match="dual chunk attention .* build without speculation"):
+    with pytest.raises(UnsupportedRequestError, match=r"dual chunk attention .* build without speculation"):
         Engine(runner, EngineConfig(KVCacheConfig(page_size=8), speculative=spec))
 
 

@@ -46,7 +46,9 @@ class DualChunk:
         for name in ("chunk_size", "local_size", "original_max_position_embeddings"):
             value = getattr(self, name)
             if not scalars.whole(value) or value < 0:
-                raise InvalidInputError(f"DualChunk: {name}={scalars.shown(value)}; a whole number of 0 or more is needed")
+                raise InvalidInputError(
+                    f"DualChunk: {name}={scalars.shown(value)}; a whole number of 0 or more is needed"
+                )
         if self.length < 1:
             raise InvalidInputError(
                 f"DualChunk: chunk_size={self.chunk_size} leaves no keys beside local_size={self.local_size}; a larger "

@@ -71,6 +71,7 @@ CANDIDATES: dict[str, tuple[Hashable, ...]] = {
     "kv_parts": (0, 1, 3),
     "spec_topk": (0, 1, 4),
     "chunked_prefix": (False, True),
+    "token_topk": (0, 5, 24),
     "method": ("", "gdn", "kda", "dual_chunk"),
     "block_map": (False, True),
     "block_sizes": (False, True),

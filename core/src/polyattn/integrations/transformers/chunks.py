@@ -42,7 +42,8 @@ class Turning:
         rotary = [module for module in model.modules() if hasattr(module, "inv_freq")]
         if len(rotary) != 1:
             raise _refused(model, f"{len(rotary)} modules make its rotary positions, and one is needed")
-        self.chunks, self._rotary, self._model = chunks, rotary[0], model
+        self.chunks, self._model = chunks, model
+        self._rotary: Any = rotary[0]
         self._cos = self._sin = torch.empty(0)
         self._factor: Tensor | None = None
 

@@ -134,7 +134,7 @@ def _check_chunks(layer: AttentionLayer, pool: KVPool, asked: Asked) -> None:
     what = f"layer {layer.layer_id} has dual chunk attention ({layer.dual_chunk})"
     if (length := layer.dual_chunk.length if layer.dual_chunk else 0) % pool.page_size:
         raise InvalidInputError(
-            f"{what}, and the pool pages of {pool.page_size} tokens: a chunk has whole pages, give a divisor of {length}"
+            f"{what}, and the pool pages of {pool.page_size} tokens: a chunk has whole pages, a divisor of {length}"
         )
     if asked.topk or asked.parted:
         odd = "drafts to verify" if asked.topk else "keys on several ranks"

@@ -483,9 +483,7 @@ class _Chunked(_Derived):
     def plan(self) -> None:
         rows = list(self._cut())
         decode, device = self.mode is ForwardMode.DECODE, self.cu_seqlens_q.device
-        self._rows, self._chunks, self._ends = (
-            [row[n] for row in rows] for n in range(3)
-        )
+        self._rows, self._chunks, self._ends = ([row[n] for row in rows] for n in range(3))
         self.sequences = len(rows)
         if not decode:
             self._queries = [row[3] for row in rows]
