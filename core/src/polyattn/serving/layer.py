@@ -84,6 +84,8 @@ class AttentionLayer:
         softcap: of the logits, 0 = off (S5). sinks: [H_q] logits, or None (S5).
         kind: "decoder" (causal), "encoder_only" (every token of its sequence), or "cross" (every token of another one).
         latent: the cache holds one latent row per token for all heads (MLA).
+        token_topk: tokens that each query sees of a latent layer, listed by an indexer (DeepSeek sparse attention); 0 =
+            all of them. Its calls are given the lists as value.
         dual_chunk: the chunks of a layer of dual chunk attention; its queries are then [T_q, 3, H_q, D].
         keeps: what the layer keeps beside keys and values (latent: one row), such as the keys of an indexer by token.
             Keys and values have the format of the pool; `Keep("key", "token", (kv_heads, head_dim), "fp8_e4m3")` gives
@@ -106,6 +108,7 @@ class AttentionLayer:
     latent: bool = False
     keeps: Sequence[Keep] = ()
     dual_chunk: DualChunk | None = None
+    token_topk: int = 0
 
     def __post_init__(self) -> None:
         self._whole("layer_id", 0)
@@ -113,6 +116,9 @@ class AttentionLayer:
             self._whole(name, 1)
         self._whole("v_head_dim", 0)
         self._whole("window", -1)
+        self._whole("token_topk", 0)
+        if self.token_topk and (not self.latent or self.window >= 0):
+            self._refuse("token_topk", self.token_topk, "only a latent layer without a window lists tokens: leave it 0")
         if self.heads % self.kv_heads:
             self._refuse("heads", self.heads, f"a multiple of kv_heads={self.kv_heads} is needed")
         if not scalars.number(self.softcap) or self.softcap < 0:

@@ -53,9 +53,13 @@ def attending(configs: Sequence[Any], name: str) -> Iterator[None]:
             config._attn_implementation_internal = old
 
 
-def reading(call: Attend) -> Callable[..., tuple[Tensor, None]]:
+def reading(call: Attend, *, lists: bool = False) -> Callable[..., tuple[Tensor, None]]:
     """Make an attention function for transformers that sorts the keywords and asks `call(module, query, key, value,
-    mask, scale, window, softcap, sinks)`; query, key and value are [B, H, S, D] as the layer gave them."""
+    mask, scale, window, softcap, sinks)`; query, key and value are [B, H, S, D] as the layer gave them.
+
+    Args:
+        lists: a layer may list the tokens that its queries see, which `call` does not look at.
+    """
 
     def polyattn_serving(
         module: Any,
@@ -71,6 +75,8 @@ def reading(call: Attend) -> Callable[..., tuple[Tensor, None]]:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        if lists:
+            kwargs.pop("indices", None)
         more = read_keywords(kwargs, s_aux, HARMLESS, module, None)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if dropout or not causal or more.bias is not None or more.cu_q is not None or more.sequence is not None:
@@ -204,7 +210,7 @@ def probe(
 def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:
     """Run one pass over equal tokens at these positions, with `call` for attention."""
     functions, masks, _ = interfaces()
-    functions.register(PROBE, reading(call))
+    functions.register(PROBE, reading(call, lists=True))
     masks.register(PROBE, _mask)
     notes = _Notes({}, {})
     _notes.append(notes)

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from ...serving.recurrent import RecurrentLayers
 from ..common.keywords import asked_by
 from .chunks import Turning, chunks_of
 from .latent import LatentModule, Replacement, latent_modules
-from .latent_check import looks_latent, takes_no_positions
+from .latent_check import lists_tokens, looks_latent, takes_no_positions
 from .probing import attending, configs_of, probe, reading
 from .recurrent import calling
 from .registry import interfaces
@@ -157,15 +157,22 @@ def _positions(known: int, wanted: int | None) -> int:
     return wanted
 
 
-def _latent(model: Any, modules: Iterable[nn.Module], wanted: bool | None) -> tuple[LatentModule, ...]:
+def _latent(model: Any, modules: Collection[nn.Module], wanted: bool | None) -> tuple[LatentModule, ...]:
     """The modules that are served from latent rows."""
+    lists = next((module for module in modules if lists_tokens(module)), None)
+    if wanted is False and lists is not None:
+        raise UnsupportedRequestError(
+            f"latent=False for {type(model).__name__}, whose {type(lists).__name__} lists the tokens that its queries "
+            f"see, which only latent rows are served with; leave latent at None",
+            {"serving": ["whole keys and values with lists of tokens"]},
+        )
     if wanted is False or (wanted is None and not all(looks_latent(module) for module in modules)):
         return ()
     try:
         return tuple(latent_modules(model))
     except UnsupportedRequestError as exc:
         # Layers without positions, as hybrid models have them, are right from whole keys too, with larger caches.
-        if wanted or not all(takes_no_positions(module) for module in modules):
+        if wanted or lists is not None or not all(takes_no_positions(module) for module in modules):
             raise
         text = f"polyattn: latent attention is served from whole keys and values, whose caches are larger: {exc}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)

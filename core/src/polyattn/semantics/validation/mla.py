@@ -51,7 +51,7 @@ def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
         )
 
 
-def check_token_indices(query: Tensor, token_indices: Any, tables: PagedTables, causal: str) -> int:
+def check_token_indices(query: Tensor, token_indices: Any, tables: PagedTables, causal: Any) -> int:
     """Check the lists of a latent call, contents included where they are readable; returns their length.
 
     Raises:
@@ -70,7 +70,7 @@ def check_token_indices(query: Tensor, token_indices: Any, tables: PagedTables, 
     ends = starts[1:].long()
     token = torch.arange(count, device=query.device)
     row = torch.searchsorted(ends, token, right=True).clamp(max=len(lens) - 1)
-    room = lens[row] - (ends[row] - 1 - token if causal == "bottom_right" else 0)
+    room = lens[row] - (0 if causal in (False, "none") else ends[row] - 1 - token)
     sorted_rows = token_indices.sort(1).values
     twice = torch.nn.functional.pad((sorted_rows[:, 1:] == sorted_rows[:, :-1]) & (sorted_rows[:, 1:] >= 0), (1, 0))
     for wrong, why in (

@@ -116,6 +116,12 @@ def choose_layers(
         return served
 
     for layer in layers:
+        if layer.token_topk and asked.parted:
+            what = f"layer {layer.layer_id} lists the tokens that it sees (token_topk={layer.token_topk})"
+            raise UnsupportedRequestError(
+                f"{what}, and with keys on several ranks no rank scores all of them: keep all keys of it on one rank",
+                {"serving": [f"{what}: keys on several ranks"]},
+            )
         own = serve(layer)
         if layer.dual_chunk is not None:
             _check_chunks(layer, pool, asked)

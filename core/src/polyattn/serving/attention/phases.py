@@ -137,6 +137,7 @@ def layer_request(
             "scale": None if layer.scale is None else float(layer.scale),
             "spec_topk": topk,
             "tree": tree and not by_mask,
+            "token_topk": layer.token_topk,
             "mask": "bool" if tree else "none",
             "graph_capture": "session" if recorded else False,
             **stored,

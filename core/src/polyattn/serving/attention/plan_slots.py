@@ -299,6 +299,10 @@ class PlanSlot:
         table."""
         return self._planned.steps[self._tables.own[0]].positions
 
+    def step_of(self, layer_id: int) -> Step:
+        """Return the planned step of a layer's group."""
+        return self._planned.steps[self._tables.group[layer_id]]
+
     def forget(self, phase: ServingPhase) -> None:
         """A phase is served by others from now on."""
         self._made.pop(phase, None)
