@@ -149,7 +149,8 @@ class Linear(Family):
         raw = maker.normal(B, T, r.heads) - math.log(r.head_dim)
         tensors["beta"] = raw.to(maker.dtype).to(maker.device)
         tensors["a_log"] = maker.uniform(r.heads).to(maker.device)
-        tensors["dt_bias"] = maker.normal(*decays[2:]).to(maker.device)
+        # A parameter of the model: in its dtype.
+        tensors["dt_bias"] = maker.normal(*decays[2:]).to(maker.dtype).to(maker.device)
         return tensors, {**more, "gate_bound": _BOUND} if r.raw_gates == "bounded" else more
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
