@@ -1,9 +1,9 @@
 """Family `linear` by flash-linear-attention: chunks of tokens, which train, and single tokens.
 
 From its sources (fla-core 0.6.0): gates are log decays in any dtype; value heads may be a multiple of the others. A
-state is [N, H_v, D, D_v], or with `state_v_first` [N, H_v, D_v, D], read as it is and never written. The chunk kernels take
-gates that are computed already, those of single tokens compute them too. Their autograd functions give the gradients of
-every tensor. What a kernel takes as `cu_seqlens` is int64, and the host reads it.
+state is [N, H_v, D, D_v], or with `state_v_first` [N, H_v, D_v, D], read as it is and never written. The chunk kernels
+take gates that are computed already, those of single tokens compute them too. Their autograd functions give the
+gradients of every tensor. What a kernel takes as `cu_seqlens` is int64, and the host reads it.
 """
 
 from __future__ import annotations
