@@ -28,6 +28,14 @@ class DeviceOps(Protocol):
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> RowsWriter | None:
         """What writes rows of `dtype` into a `polyattn.serving.LayerCache`, asked once for each; None: core does."""
 
+    def merge(self, outs: Tensor, lses: Tensor, *, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        """Merge the results of several ranks as `polyattn.merge` does. A class may lack it: core merges then.
+
+        Args:
+            outs: float32 [P, T, H, D_v]. lses: float32 [P, T, H], natural log, -inf for rows without keys. sinks: [H].
+            out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written, without sinks.
+        """
+
 
 class RowsWriter(Protocol):
     """Stores new rows of one layer bit for bit as `KVPool.write` of core does."""
