@@ -366,7 +366,7 @@ class LinearForward(Protocol):
             a_log, dt_bias, gate_bound: given only if request.raw_gates: gate and beta are what S10 computes gates of.
                 [H_v]; [H_v], for KDA [H_v, D], or None; a number below 0 with "bounded".
             state_slots: integers [N], given only if request.state_slots: the state of sequence n is
-                state[state_slots[n]], which is updated in place. -1: it has none, and its outputs are 0.
+                state[state_slots[n]], which is updated in place. -1: it has none, and all that is returned of it is 0.
             parents: integers [B, T], given only if request.tree: the draft token that each follows, -1 = the state.
 
         Returns:
