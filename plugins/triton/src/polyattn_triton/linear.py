@@ -11,9 +11,14 @@ from polyattn.contract import AttentionRequest, Bound
 from polyattn.semantics.delta_rule import chunked_delta_rule
 
 from . import runtime
+from .kernels.delta_chunks import chunk_of, prepare, through
 from .kernels.linear_recurrent import recurrent
 
 __all__ = ["Linear"]
+
+
+_STEPS = 16
+"""Tokens that a chunk takes longer for than steps."""
 
 
 class Linear:
@@ -51,13 +56,22 @@ class Linear:
             else:
                 count = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
                 last = value.new_empty(count, *sizes, dtype=torch.float32)
-            rows = (_dense(t) for t in (query, key, value, gate, beta))
-            recurrent(
-                *rows, state, out=result, last=last, scale=scale, turned=turned, bound=gate_bound or 0.0,
-                a_log=None if a_log is None else a_log.contiguous(),
-                dt_bias=None if dt_bias is None else dt_bias.contiguous(), slots=state_slots, parents=parents,
-                cu_seqlens=cu_seqlens, every=every, **options,
-            )  # fmt: skip
+            rows = tuple(_dense(t) for t in (query, key, value, gate, beta))
+            learned = {"a_log": a_log, "dt_bias": dt_bias}
+            learned = {name: None if t is None else t.contiguous() for name, t in learned.items()}
+            learned |= {"bound": gate_bound or 0.0, **options}
+            shared = {"scale": scale, "cu_seqlens": cu_seqlens}
+            if every or not _in_chunks(query, cu_seqlens):
+                recurrent(
+                    *rows, state, out=result, last=last, turned=turned, slots=state_slots, parents=parents,
+                    every=every, **learned, **shared,
+                )  # fmt: skip
+            else:
+                query, key, value, gate, beta = rows
+                made = prepare(query, key, gate, beta, chunk=chunk_of(query), **learned, **shared)
+                through(
+                    query, key, value, state, made, out=result, last=last, turned=turned, slots=state_slots, **shared
+                )
             return result, last
 
         if not request.grad:
@@ -98,6 +112,17 @@ class _Trained(torch.autograd.Function):
         given = [t for t in leaves if t is not None]
         found = iter(torch.autograd.grad((out, last), given, grads, allow_unused=True))
         return None, None, None, *(None if t is None else next(found) for t in leaves), None
+
+
+def _in_chunks(query: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether products of chunks take less time than a step for each token.
+
+    Packed sequences are always taken so: what is computed of one depends on no other.
+    """
+    if query.dtype == torch.float32 and not runtime.INTERPRETED:
+        return False
+    tokens = query.shape[1]
+    return tokens > 0 and (tokens > _STEPS or cu_seqlens is not None)
 
 
 def _dense(tensor: Tensor) -> Tensor:
