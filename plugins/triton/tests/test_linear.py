@@ -129,18 +129,36 @@ def test_every_draft_leaves_its_state(tree: bool, layout: str) -> None:
     assert (out[1] == 0).all()
 
 
-@pytest.mark.parametrize("method", ["gdn", "kda"])
-def test_gradients(method: str) -> None:
-    given = {n: t.requires_grad_() if isinstance(t, Tensor) else t for n, t in inputs(method).items()}
-    state = states(B, "VK").requires_grad_()
+def differentiated(given: dict[str, Any], state: Tensor, backend: str, **options: Any) -> tuple[Tensor, ...]:
     leaves = [state, *(t for t in given.values() if isinstance(t, Tensor))]
+    out, last = polyattn.linear_attention(**given, state=state, backend=backend, **options)
+    return torch.autograd.grad(out.float().sin().sum() + last.cos().sum(), leaves)
 
-    def gradients(backend: str) -> tuple[Tensor, ...]:
-        out, last = polyattn.linear_attention(**given, state=state, state_layout="VK", backend=backend)
-        return torch.autograd.grad(out.sin().sum() + last.cos().sum(), leaves)
 
-    for one, other in zip(gradients("triton"), gradients("reference"), strict=True):
+@pytest.mark.parametrize("S", [S, LONG])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_gradients(method: str, S: int) -> None:
+    given = {n: t.requires_grad_() if isinstance(t, Tensor) else t for n, t in inputs(method, S).items()}
+    state = states(B, "VK").requires_grad_()
+    found, right = (differentiated(given, state, name, state_layout="VK") for name in ("triton", "reference"))
+    for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_gradients_of_packed_sequences(method: str, dtype: torch.dtype) -> None:
+    """Of zero betas and of channels that decay at once as well."""
+    drawn = {n: t for n, t in inputs(method, LONG, dtype).items() if isinstance(t, Tensor)}
+    drawn["beta"][:, ::3] = 0
+    drawn["gate"][:, ::5] *= 200
+    given = {n: t.reshape(1, B * LONG, *t.shape[2:]).requires_grad_() for n, t in drawn.items()}
+    cu = torch.tensor([0, 33, 33, 34, 100, B * LONG], dtype=torch.int32, device=DEVICE)
+    state, options = states(5).requires_grad_(), {"method": method, "cu_seqlens": cu, "scale": 0.5}
+    found, right = (differentiated(given, state, name, **options) for name in ("triton", "reference"))
+    assert [t.dtype for t in found] == [t.dtype for t in right]
+    for one, other in zip(found, right, strict=True):
+        assert (one - other).float().norm() <= (1e-4 if dtype == torch.float32 else 2e-2) * other.float().norm()
 
 
 def test_strided_rows_and_widths_of_one() -> None:

@@ -88,7 +88,8 @@ def _inverse(M, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
 def _prepare(
     query, key, gate, beta, a_log, dt_bias, starts, inverse, seen, sums, betas, norms, rows, ends,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, b_b, b_t, b_h, tokens, sequences, steps, size, scale, bound,
-    beta_range, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
+    beta_range, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr,
     LEVELS: tl.constexpr, KDA: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
