@@ -255,7 +255,7 @@ def _through(
 
 
 class Cut(NamedTuple):
-    """How `through` is cut: columns of a state in a program, its warps, and how many chunks are loaded ahead."""
+    """How a launch is cut: columns of a state in a program, its warps, and the stages of its pipeline."""
 
     N: int
     warps: int
@@ -280,6 +280,10 @@ class Prepared(NamedTuple):
     ends: Tensor
 
 
+_PREPARE = {False: Cut(64, 4, 2), True: Cut(64, 8, 2)}
+"""How `prepare` is cut, N being channels, without and with a decay for each."""
+
+
 def chunk_of(query: Tensor) -> int:
     """Tokens of a chunk: what shared memory has room for."""
     if query.dtype.itemsize == 4 or query.shape[-1] > 128:
@@ -300,7 +304,7 @@ def numbers(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int) -> t
 def prepare(
     query: Tensor, key: Tensor, gate: Tensor, beta: Tensor, *, scale: float, a_log: Tensor | None = None,
     dt_bias: Tensor | None = None, raw: str = "", bound: float = 0.0, beta_range: int = 1, norm: bool = False,
-    cu_seqlens: Tensor | None = None, chunk: int = 64, warps: int = 4,
+    cu_seqlens: Tensor | None = None, chunk: int = 64, cut: Cut | None = None,
 ) -> Prepared:  # fmt: skip
     """See the module. Rows have a dense last axis; gates and betas as `polyattn.contract.LinearForward` has them."""
     (B, T, H, D), H_V, kda = query.shape, beta.shape[2], gate.ndim == 4
@@ -315,14 +319,16 @@ def prepare(
     )  # fmt: skip
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     K = max(triton.next_power_of_2(D), 16)
+    W, warps, stages = cut or _PREPARE[kda]
     exact = query.dtype == torch.float32 or architecture(query.device) == "other"
     with runtime.device_of(query):
         _prepare[chunks, H_V, batch](
             query, key, gate, beta, *(query if t is None else t for t in (a_log, dt_bias, cu_seqlens)), *made,
             *query.stride()[:3], *key.stride()[:3], *gate.stride()[:3], *beta.stride(), T, sequences,
-            sequences.bit_length(), B * T, scale, bound, float(beta_range), D=D, K=K, W=min(K, 64), H=H,
+            sequences.bit_length(), B * T, scale, bound, float(beta_range), D=D, K=K, W=min(K, W), H=H,
             GROUP=H_V // H, C=chunk, LEVELS=chunk.bit_length() - 1, KDA=kda, RAW=raw, BIAS=dt_bias is not None,
             NORM=norm, PACKED=cu_seqlens is not None, PRECISION="ieee" if exact else "tf32", num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
     return made
 

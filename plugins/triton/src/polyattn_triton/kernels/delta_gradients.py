@@ -29,6 +29,9 @@ from polyattn_triton.kernels.rules import dot
 
 __all__ = ["gradients"]
 
+_COLLECT = {False: Cut(64, 8, 2), True: Cut(32, 8, 2)}
+"""How `collected` is cut, N being channels, without and with a decay for each."""
+
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "size", "scale"])
 def _returned(
@@ -199,13 +202,13 @@ def _collected(
 def gradients(
     dout: Tensor, dlast: Tensor, query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor,
     state: Tensor | None, made: Prepared, *, scale: float, turned: bool, cu_seqlens: Tensor | None = None,
-    cut: Cut | None = None,
+    cut: Cut | None = None, collect: Cut | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv, dg, dbeta, dstate), in the dtypes of the inputs, the last float32.
 
     Args:
         dout: [B, T, H_v, D_v]. dlast: as the state. made: of `prepare`, for the same inputs, whose rows have a dense
-            last axis. turned: states are VK.
+            last axis. turned: states are VK. cut, collect: of the two launches.
     """
     (B, T, H_V, D_V), (H, D) = value.shape, query.shape[2:]
     fresh, states = through(query, key, value, state, made, scale=scale, turned=turned, cu_seqlens=cu_seqlens)
@@ -225,6 +228,7 @@ def gradients(
     strides = (*query.stride()[:3], *key.stride()[:3])
     chunks, batch, _ = numbers(B, T, cu_seqlens, chunk)
     E = max(triton.next_power_of_2(D_V), 16)
+    W, collecting, ahead = collect or _COLLECT[kda]
     with runtime.device_of(query):
         _returned[tiles, H_V, sequences](
             query, key, made.inverse, made.seen, made.sums, made.betas, made.rows, made.ends, starts, fresh, dout,
@@ -234,7 +238,8 @@ def gradients(
         _collected[chunks, H_V, batch](
             query, key, gate, made.sums, made.betas, starts, fresh, states, dout, dvalue, dstates, dquery, dkey, dgate,
             dbeta[tiles], *strides, *gate.stride()[:3], T, sequences, sequences.bit_length(), size, scale,
-            E=E, W=min(K, 64), N=min(E, 64), LEVELS=chunk.bit_length() - 1, num_warps=4, **shared,
+            E=E, W=min(K, W), N=min(E, 64), LEVELS=chunk.bit_length() - 1, num_warps=collecting, num_stages=ahead,
+            **shared,
         )  # fmt: skip
     return (
         dquery.sum(3), dkey.sum(3), dvalue.to(value.dtype), dgate.to(gate.dtype),
