@@ -159,7 +159,8 @@ def recurrent(
 ) -> None:
     """Write `out` and `last`, see `polyattn.contract.LinearForward`. Rows have a dense last axis. turned: VK.
 
-    last: the new states, [N, ...] or the pool; with `every` [B, T, ...]. cut: columns of a state in a program, and its warps.
+    last: the new states, [N, ...] or the pool; with `every` [B, T, ...]. cut: columns of a state in a
+    program, and its warps.
     """
     (B, T, H_v, D_V), (H, D) = value.shape, query.shape[2:]
     count = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -168,7 +169,7 @@ def recurrent(
     K = triton.next_power_of_2(D)
     # The interpreter takes as long for a large tile as for a small one.
     N, warps = cut or (max(_TILE // K if not runtime.INTERPRETED else D_V, 16), 4)
-    N = triton.next_power_of_2(min(N, triton.next_power_of_2(D_V)))
+    N = triton.next_power_of_2(min(N, max(triton.next_power_of_2(D_V), 16)))
     first, nothing = state, query
     state = last if state is None else state
     axes = (-1, -2) if turned else (-2, -1)
