@@ -10,7 +10,16 @@ import typer
 
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..selection import overrides
-from .causal_lm import folder_of, linear_choice, load_model, load_tokenizer, runner_of, speculative_of
+from .causal_lm import (
+    check_tower,
+    folder_of,
+    linear_choice,
+    load_images,
+    load_model,
+    load_tokenizer,
+    runner_of,
+    speculative_of,
+)
 from .engines import ENGINES, command_of, run_engine
 from .options import Device, Json, options_of, settings_of, with_options
 from .rendering import facts, panel, screen, show_json
@@ -255,9 +264,13 @@ def _serve(
     server = _server_parts()
     more = {"trust_remote_code": True} if trust else {}
     model, tokenizer = load_model(folder, device, **more), load_tokenizer(folder, **more)
+    reader, why_not = load_images(folder, model, tokenizer)
+    check_tower(given, why_not)
     engine = _engine(model, given, settings, sizes, levels, device, more)
     overrides.check_components()  # every layer is built: what reached none never will
-    app = server.build_app(engine, model, tokenizer, name, waiting=sizes.max_queued_requests, drain=drain)
+    app = server.build_app(
+        engine, model, tokenizer if reader is None else reader, name, waiting=sizes.max_queued_requests, drain=drain
+    )
     console = screen(errors=True)
     for said in _unserved(model):
         console.print(f"note: {said}")
