@@ -152,7 +152,7 @@ def generate(
             "give --speculative-draft-model-path too, or leave them out"
         )
     from ..serving.engine import Engine, EngineConfig, SamplingParams  # it needs torch
-    from ..serving.kv_cache.pool import KVCacheConfig
+    from .serve_plan import cache_for
 
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)  # checked before anything is loaded
     model, tokenizer = load_model(model_path, device), load_tokenizer(model_path)
@@ -167,7 +167,7 @@ def generate(
     engine = Engine(
         runner,
         EngineConfig(
-            cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
+            cache=cache_for(runner, settings, given),
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
             linear=linear_choice(given, runner),

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 SERVER, SIZES, PLAN = "Server", "Sizes", "Without running"
-PAGE_SIZE = 16
 
 serve = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -314,13 +313,13 @@ def _engine(
     more: Mapping[str, Any],
 ) -> Engine:
     from ..serving.engine import Engine, EngineConfig
-    from ..serving.kv_cache.pool import KVCacheConfig
+    from .serve_plan import cache_for
 
     draft = given["speculative_draft_model_path"]
     steps = 0 if draft is None else 3 if levels[0] is None else levels[0]
-    cache = KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or PAGE_SIZE)
     runner = runner_of(model, (sizes.context_length or 0) + steps if sizes.context_length else 0)
     length = sizes.context_length or max(runner.max_positions - steps, 0)
+    cache = cache_for(runner, settings, given)
     return Engine(
         runner,
         EngineConfig(
