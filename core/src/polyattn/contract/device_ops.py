@@ -211,8 +211,7 @@ class BlockOps(Protocol):
 
     def attend_chosen(
         self, query: Tensor, key: Tensor, value: Tensor, pairs: tuple[Tensor, Tensor, Tensor],
-        chunks: tuple[Tensor, Tensor, Tensor], *, longest: int, scale: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        chunks: tuple[Tensor, Tensor, Tensor], *, longest: int, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of queries to a chunk each, pair by pair.
 
         Args:

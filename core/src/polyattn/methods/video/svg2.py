@@ -169,7 +169,8 @@ class SVG2:
                 return out
             seen = cluster_map(rows, keys, self.top_p, self.least)
             rows, keys, seen = _with_text(plan, rows, keys, seen)
-            orders = [side.ordered(n - side.centroids.shape[2]) for side, n in zip((rows, keys), seen.shape[2:], strict=True)]
+            more = seen.shape[2] - rows.centroids.shape[2]  # clusters of text
+            orders = (rows.ordered(more), keys.ordered(more))
             if not has_shapes_only(query):
                 kept[DENSITY] = _share(*orders, seen)
         return clustered_attention(query, key, value, rows.labels, keys.labels, seen, inner, orders=orders)

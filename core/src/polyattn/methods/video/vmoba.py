@@ -184,7 +184,7 @@ class VMoBA:
         chosen, queries, firsts = pairs
         out, all_counts = query.new_empty(B, S, H, value.shape[3]), []
         lists = (chunks.order.to(torch.int32), chunks.starts, chunks.lengths)
-        # A query has a result for each of its chunks: of many only those of some heads at once, or they take all memory.
+        # A query has a result for each chunk: those of some heads at once, where all would take all memory.
         together = max(1, int(_ROWS * S / max(chosen.shape[2], 1) / group)) * group
         for head in range(0, H, together):
             mine, keys = slice(head, head + together), slice(head // group, (head + together) // group)
