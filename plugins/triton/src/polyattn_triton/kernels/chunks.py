@@ -35,16 +35,14 @@ _TURNS = 16
 """Tiles of queries that pass."""
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "kept", "pairs"])
+@triton.jit(do_not_specialize=["tokens", "chunks", "kept"])
 def _choose(
-    query, means, own, numbers, firsts, chosen, queries, q_b, q_h, q_s, tokens, chunks, kept, pairs, threshold,
+    query, means, own, numbers, words, q_b, q_h, q_s, tokens, chunks, kept, threshold,
     D: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SHARE: tl.constexpr,
-    EXACT: tl.constexpr, COUNT: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """N queries of one head: their own chunk and the highest others, `kept` in all, or until a SHARE is reached.
-
-    COUNT: how many those are; else they are written, from `firsts` of each query on.
-    """
+    """N queries of one head: their own chunk and the highest others, `kept` in all, or until a SHARE is reached. A bit
+    for each chunk, and how many those are."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, d, c = tile * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, C)
     inside, there = s < tokens, c < chunks
@@ -71,16 +69,18 @@ def _choose(
     ordered = tl.where(others, integers(scores), -2147483648)
     # The highest limit with which those that reach it are enough: of any two scores between which it would lie the
     # same ones are chosen, and of equal ones the first.
-    low = tl.full([N], -2147483647, tl.int64)
+    low = tl.min(tl.where(others, ordered, 2147483647), 1).to(tl.int64)
     high = tl.max(ordered, 1).to(tl.int64)
-    for _ in range(32):
+    while tl.max(high - low, 0) > 0:
         middle = (low + high + 1) >> 1
         reached = others & (ordered >= middle.to(tl.int32)[:, None])
         if SHARE:
             enough = fixed + tl.sum(tl.where(reached, weights, 0.0), 1) >= goal
         else:
-            enough = tl.sum(reached.to(tl.int32), 1) >= kept - 1
-        low = tl.where(enough & (low < high), middle, low)
+            count = tl.sum(reached.to(tl.int32), 1)
+            enough = count >= kept - 1
+            high = tl.where(count == kept - 1, tl.minimum(middle, high), high)
+        low = tl.where(enough & (low < high), tl.minimum(middle, high), low)
         high = tl.where(enough | (low >= high), high, middle - 1)
     least = low.to(tl.int32)[:, None]
     above = others & (ordered > least)
@@ -94,16 +94,26 @@ def _choose(
     else:
         last = alike & (rank < (kept - 1 - tl.sum(above.to(tl.int32), 1))[:, None])
     take = (above | last | mine) & there[None, :]
-    head_row = b.to(tl.int64) * tl.num_programs(1) + head
-    if COUNT:
-        tl.store(numbers + head_row * tokens + s, tl.sum(take.to(tl.int32), 1), mask=inside)
-    else:
-        place = tl.load(firsts + head_row * (tokens + 1) + s, mask=inside, other=0)[:, None]
-        place += tl.cumsum(take.to(tl.int32), 1) - 1
-        nothing = tl.zeros([N, C], tl.int32)
-        written = take & inside[:, None]
-        tl.store(chosen + head_row * pairs + place, c[None, :] + nothing, mask=written)
-        tl.store(queries + head_row * pairs + place, s[:, None] + nothing, mask=written)
+    at = (b.to(tl.int64) * tl.num_programs(1) + head) * tokens + s
+    tl.store(numbers + at, tl.sum(take.to(tl.int32), 1), mask=inside)
+    bits = tl.reshape(take.to(tl.int32), [N, C // 32, 32]) << tl.arange(0, 32)[None, None, :]
+    w = tl.arange(0, C // 32)
+    tl.store(words + at[:, None] * (C // 32) + w[None, :], tl.sum(bits, 2), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "pairs"])
+def _pairs(words, firsts, chosen, queries, tokens, pairs, N: tl.constexpr, C: tl.constexpr):
+    """The pairs of N queries of one head, from `firsts` of each query on."""
+    tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    s, c = tile * N + tl.arange(0, N), tl.arange(0, C)
+    inside = (s < tokens)[:, None]
+    row = b.to(tl.int64) * tl.num_programs(1) + head
+    word = tl.load(words + (row * tokens + s[:, None]) * (C // 32) + c[None, :] // 32, mask=inside, other=0)
+    take = (word >> (c % 32)[None, :]) & 1
+    place = tl.load(firsts + row * (tokens + 1) + s[:, None], mask=inside, other=0) + tl.cumsum(take, 1) - 1
+    nothing = tl.zeros([N, C], tl.int32)
+    tl.store(chosen + row * pairs + place, c[None, :] + nothing, mask=take != 0)
+    tl.store(queries + row * pairs + place, s[:, None] + nothing, mask=take != 0)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
@@ -222,30 +232,21 @@ def choose(
     (B, H, S, D), (H_kv, chunks) = query.shape, means.shape[1:3]
     if chunks > _MOST or not query.numel():
         return None
-    kept, wide = min(kept, chunks), max(triton.next_power_of_2(chunks), 16)
+    kept, wide = min(kept, chunks), max(triton.next_power_of_2(chunks), 32)
     tile = max(16, min(64, 16384 // wide))
-    means, own = means.contiguous(), own.to(torch.int32)
-
-    def launch(numbers: Tensor, firsts: Tensor, chosen: Tensor, queries: Tensor, count: bool) -> None:
-        _choose[triton.cdiv(S, tile), H, B](
-            query, means, own, numbers, firsts, chosen, queries, *query.stride()[:3], S, chunks, kept,
-            chosen.shape[-1], 0.0 if threshold is None else threshold, D=D, K=triton.next_power_of_2(D),
-            GROUP=H // H_kv, N=tile, C=wide, SHARE=threshold is not None, EXACT=query.device.type != "cuda",
-            COUNT=count, num_warps=8,
-        )  # fmt: skip
-
+    numbers = torch.empty(B, H, S, dtype=torch.int32, device=query.device)
+    words = torch.empty(B, H, S, wide // 32, dtype=torch.int32, device=query.device)
+    _choose[triton.cdiv(S, tile), H, B](
+        query, means.contiguous(), own.to(torch.int32), numbers, words, *query.stride()[:3], S, chunks, kept,
+        0.0 if threshold is None else threshold, D=D, K=triton.next_power_of_2(D), GROUP=H // H_kv, N=tile, C=wide,
+        SHARE=threshold is not None, EXACT=query.device.type != "cuda", num_warps=8,
+    )  # fmt: skip
     firsts = torch.zeros(B, H, S + 1, dtype=torch.int32, device=query.device)
-    if threshold is None:
-        firsts += torch.arange(0, (S + 1) * kept, kept, dtype=torch.int32, device=query.device)
-        pairs = S * kept
-    else:
-        numbers = torch.empty(B, H, S, dtype=torch.int32, device=query.device)
-        launch(numbers, numbers, numbers, numbers, True)
-        torch.cumsum(numbers, -1, dtype=torch.int32, out=firsts[..., 1:])
-        pairs = int(firsts[..., -1].max())
+    torch.cumsum(numbers, -1, dtype=torch.int32, out=firsts[..., 1:])
+    pairs = S * kept if threshold is None else int(firsts[..., -1].max())
     chosen = torch.full((B, H, pairs), chunks, dtype=torch.int32, device=query.device)
     queries = torch.zeros_like(chosen)
-    launch(chosen, firsts, chosen, queries, False)
+    _pairs[triton.cdiv(S, tile), H, B](words, firsts, chosen, queries, S, pairs, N=tile, C=wide, num_warps=8)
     return chosen, queries, firsts
 
 
