@@ -32,6 +32,7 @@ from polyattn.integrations.diffusers.attention import make_attend
 NATIVE = ("native", "_native_cudnn", "_native_flash", "_native_efficient", "flash", "_flash_3", "sage", "xformers")
 EXACT = frozenset({*NATIVE, "polyattn"}) - {"sage"}
 SPARSE = {"video_sparse_attn": {"sparsity": 0.9, "coarse": "off"}}
+WARM = 6
 BAR = 0.99
 """The least rate of polyattn over the fastest backend of diffusers."""
 
@@ -133,6 +134,8 @@ def measured(name: str, layers: int, rounds: int, device: torch.device, *, small
     for number in range(rounds):
         for backend in order[number % len(order) :] + order[: number % len(order)]:
             calls[backend].use()  # type: ignore[attr-defined]
+            for _ in range(WARM):  # the first calls of a pipeline look who serves each layer
+                calls[backend]()
             times[backend].append(clock.window(calls[backend], 1 if small else max(1, 5 // layers)))
     medians = {backend: statistics.median(found) for backend, found in times.items()}
     native = min((backend for backend in medians if backend in NATIVE), key=medians.__getitem__)
