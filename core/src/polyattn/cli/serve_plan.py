@@ -147,7 +147,7 @@ def _phases(
 
     from ..serving.attention.phases import Asked, choose_phases
 
-    asked = Asked(topk=_topk(given))
+    asked = Asked(topk=_topk(given), batch_invariant=given["batch_invariant"])
     cache = _cache(settings, page_size)
     if platform is None and installed is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -187,9 +187,9 @@ def _requests(layer: AttentionLayer, cache: KVCacheConfig, dtype: Any, device: A
     # Of one page: what a layer's cache says of itself does not depend on its size.
     small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device="cpu")
     stored = small.cache(layer.layer_id).request_fields()
+    more = {"topk": asked.topk, "batch_invariant": asked.batch_invariant}
     return {
-        phase: layer_request(layer, stored, phase=phase, dtype=dtype, device=device, topk=asked.topk)
-        for phase in asked.phases
+        phase: layer_request(layer, stored, phase=phase, dtype=dtype, device=device, **more) for phase in asked.phases
     }
 
 
@@ -202,7 +202,7 @@ def cache_for(runner: Any, settings: Settings, given: Mapping[str, Any]) -> KVCa
     from ..serving.attention.phases import Asked, choose_phases
     from ..serving.kv_cache.pool import attention_layers
 
-    asked = Asked(topk=_topk(given))
+    asked = Asked(topk=_topk(given), batch_invariant=given["batch_invariant"])
 
     def choose(size: int) -> None:
         for layer in attention_layers(runner.layers):
