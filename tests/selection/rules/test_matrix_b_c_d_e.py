@@ -114,7 +114,7 @@ B = {
     ),
     "dual_chunk_flash_attn": (
         ("cuda:sm90", "polyattn-triton", 1),
-        ("yes: native", "no: refused", "no: refused", "no: refused", "no: refused", "no: refused", "no: refused"),
+        ("yes: native", "no: lowered", "no: refused", "no: refused", "no: refused", "no: refused", "no: refused"),
     ),
     "hpc_ops": (
         ("cuda:sm90", "hpc-ops", 64),
