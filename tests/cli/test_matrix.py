@@ -204,11 +204,11 @@ def test_trees_are_for_who_serves_every_phase_of_them(
 
 def test_a_cache_that_no_rewrite_is_for_is_no_cell(support: Support) -> None:
     request = AttentionRequest(
-        **{"family": "mla", **LATENT, "phase": "decode", "s_relation": "one", "page_size": 64, "kv_dtype": "fp4_e2m1"}
+        **{"family": "mla", **LATENT, "phase": "decode", "s_relation": "one", "page_size": 64, "kv_dtype": "int8"}
     )
-    with pytest.raises(NotImplementedError, match="kv_dtype='fp4_e2m1' is not fp8_e4m3"):
+    with pytest.raises(NotImplementedError, match="kv_dtype='int8' is not fp8_e4m3"):
         what_if(request, platform="cuda:sm90", installed=("sgl-flash-mla",), backend="flashmla")
-    assert cell(support, "serving_mla", "flashmla", "cuda", "FP4 KV") == "no"
+    assert cell(support, "serving_mla", "flashmla", "cuda", "FP4 KV") == "lowered: dequantise_kv"
 
 
 def test_planned_is_said_per_family(support: Support) -> None:
