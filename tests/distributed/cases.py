@@ -290,13 +290,13 @@ for _ring, _ulysses in ((2, 1), (1, 2), (2, 2)):
 
 
 class Projected(torch.nn.Module):
-    def __init__(self, attend: torch.nn.Module) -> None:
+    def __init__(self, attend: torch.nn.Module, heads: int = 3) -> None:
         super().__init__()
         self.attend = attend
-        self.qkv, self.out = torch.nn.Linear(20, 3 * 3 * 8), torch.nn.Linear(3 * 8, 20)
+        self.qkv, self.out = torch.nn.Linear(20, heads * 3 * 8), torch.nn.Linear(heads * 8, 20)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 8)).unbind(2)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, 8)).unbind(3)
         found: torch.Tensor = self.out(self.attend(q, k, v).flatten(2))
         return found
 
@@ -316,6 +316,33 @@ def a_model_that_fsdp_shards_over_the_same_ranks() -> None:
         for one, other in zip(model.parameters(), right.parameters(), strict=True):
             # FSDP gives the mean over ranks of gradients that are shares of a sum.
             torch.testing.assert_close(2 * one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
+
+
+@case(4)
+def a_model_whose_heads_are_split_over_other_ranks() -> None:
+    """torch's tensor parallelism along one dimension of a mesh, the sequence along the other."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for name, kind in (("ring", RingAttention), ("ulysses", UlyssesAttention)):
+        mesh = torch.distributed.init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("heads", name))
+        torch.manual_seed(1)
+        model, right = Projected(kind(mesh[name]), 6).to(DEVICE), Projected(LocalAttention(), 6).to(DEVICE)
+        right.load_state_dict(model.state_dict())
+        x = torch.randn(2, 11, 20, device=DEVICE)
+        split = {"qkv": ColwiseParallel(), "out": RowwiseParallel()}
+        parallelize_module(model, mesh["heads"], split)
+        mine = x.split((6, 5), 1)[mesh[name].get_local_rank()]
+        found = model(mine)
+        expected = right(x)
+        torch.testing.assert_close(found, expected.split((6, 5), 1)[mesh[name].get_local_rank()], rtol=1e-4, atol=1e-4)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        for one, other in zip(model.parameters(), right.parameters(), strict=True):
+            assert isinstance(one, DTensor)
+            grad = one.grad.full_tensor()
+            torch.distributed.all_reduce(grad, group=mesh[name].get_group())
+            torch.testing.assert_close(grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
 @case(2)

@@ -178,7 +178,16 @@ OPTIONS: tuple[Option, ...] = (
         for phase, where in (("", ""), ("prefill_", " in prefill"), ("decode_", " in decode and of drafts"))
     ),
     Option("strict", bool, "Take a documented fallback for an error.", "", WHO, _CHOICE | _VARIABLES, setting=True),
-    Option("page_size", int, "Tokens per page of the KV cache.", "TOKENS", CACHE, _SETTINGS, usual="16", setting=True),
+    Option(
+        "page_size",
+        int,
+        "Tokens per page of the KV cache.",
+        "TOKENS",
+        CACHE,
+        _SETTINGS,
+        usual="16, else the first of 64, 128, 32, 1 that all backends take",
+        setting=True,
+    ),
     Option(
         "kv_cache_dtype",
         str,

@@ -10,7 +10,16 @@ import typer
 
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..selection import overrides
-from .causal_lm import folder_of, linear_choice, load_model, load_tokenizer, runner_of, speculative_of
+from .causal_lm import (
+    check_tower,
+    folder_of,
+    linear_choice,
+    load_images,
+    load_model,
+    load_tokenizer,
+    runner_of,
+    speculative_of,
+)
 from .engines import ENGINES, command_of, run_engine
 from .options import Device, Json, options_of, settings_of, with_options
 from .rendering import facts, panel, screen, show_json
@@ -25,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 SERVER, SIZES, PLAN = "Server", "Sizes", "Without running"
-PAGE_SIZE = 16
 
 serve = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -255,9 +263,13 @@ def _serve(
     server = _server_parts()
     more = {"trust_remote_code": True} if trust else {}
     model, tokenizer = load_model(folder, device, **more), load_tokenizer(folder, **more)
+    reader, why_not = load_images(folder, model, tokenizer)
+    check_tower(given, why_not)
     engine = _engine(model, given, settings, sizes, levels, device, more)
     overrides.check_components()  # every layer is built: what reached none never will
-    app = server.build_app(engine, model, tokenizer, name, waiting=sizes.max_queued_requests, drain=drain)
+    app = server.build_app(
+        engine, model, tokenizer if reader is None else reader, name, waiting=sizes.max_queued_requests, drain=drain
+    )
     console = screen(errors=True)
     for said in _unserved(model):
         console.print(f"note: {said}")
@@ -301,13 +313,13 @@ def _engine(
     more: Mapping[str, Any],
 ) -> Engine:
     from ..serving.engine import Engine, EngineConfig
-    from ..serving.kv_cache.pool import KVCacheConfig
+    from .serve_plan import cache_for
 
     draft = given["speculative_draft_model_path"]
     steps = 0 if draft is None else 3 if levels[0] is None else levels[0]
-    cache = KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or PAGE_SIZE)
     runner = runner_of(model, (sizes.context_length or 0) + steps if sizes.context_length else 0)
     length = sizes.context_length or max(runner.max_positions - steps, 0)
+    cache = cache_for(runner, settings, given)
     return Engine(
         runner,
         EngineConfig(
