@@ -131,7 +131,7 @@ def measured(name: str, layers: int, rounds: int, device: torch.device, *, small
     for number in range(rounds):
         for backend in order[number % len(order) :] + order[: number % len(order)]:
             calls[backend].use()  # type: ignore[attr-defined]
-            times[backend].append(clock.window(calls[backend], 1 if small else 5))
+            times[backend].append(clock.window(calls[backend], 1 if small else max(1, 5 // layers)))
     medians = {backend: statistics.median(found) for backend, found in times.items()}
     native = min((backend for backend in medians if backend in NATIVE), key=medians.__getitem__)
     host.uninstall()

@@ -110,7 +110,9 @@ def test_cells_that_are_limited_say_to_what(support: Support) -> None:
     assert found.endswith("lowered: dequantise_kv")
     assert cell(support, "linear", "cutedsl", "cuda", "prefill") == "no"
     assert cell(support, "linear", "triton", "cpu", "verify, chain") == "native"
-    assert cell(support, "linear", "triton", "npu", "verify, chain") == "no"
+    assert cell(support, "linear", "triton", "npu", "verify, chain") == "lowered: draft_by_draft"
+    # Its kernels of drafts compute gates themselves, and know one of the two rules.
+    assert cell(support, "linear", "flashinfer", "cuda", "verify, chain") == "native (GDN)"
 
 
 CALLS: list[tuple[str, dict[str, Any]]] = [

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 import polyattn
+from polyattn.semantics.reference import gated_delta_rule
+from polyattn_triton.kernels.delta_chunks import prepare, through
 
 from .test_metadata import DEVICE
 
 B, S, H, H_V, D, D_V = 3, 5, 2, 4, 12, 10
+LONG = 41
+"""Tokens that are taken in chunks: more than one of them, and no whole number."""
 
 
 def inputs(method: str, S: int = S, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -49,29 +53,37 @@ def states(count: int, layout: str = "KV") -> Tensor:
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_prompts_and_decode(method: str, layout: str) -> None:
     both(inputs(method), state=states(B, layout), state_layout=layout, scale=0.4)
+    both(inputs(method, LONG), state=states(B, layout), state_layout=layout, scale=0.4)
+    both(inputs(method, LONG))
     both(inputs(method))
     both(inputs(method, 1), state=states(B, layout), state_layout=layout, qk_norm=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves(dtype: torch.dtype) -> None:
-    out, state = both(inputs("gdn", dtype=dtype), 8e-3, state=states(B))
+@pytest.mark.parametrize("S", [S, LONG])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_halves(method: str, S: int, dtype: torch.dtype) -> None:
+    out, state = both(
+        inputs(method, S, dtype), 2e-2 if S == LONG and dtype == torch.bfloat16 else 8e-3, state=states(B)
+    )
     assert (out.dtype, state.dtype) == (dtype, torch.float32)
 
 
 @pytest.mark.parametrize("bound, beta_range", [(0.0, 1), (-5.0, 2)])
+@pytest.mark.parametrize("S", [S, LONG])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
-def test_raw_gates(method: str, bound: float, beta_range: int) -> None:
-    given = inputs(method)
+def test_raw_gates(method: str, S: int, bound: float, beta_range: int) -> None:
+    given = inputs(method, S)
     given["gate"], given["beta"] = torch.randn_like(given["gate"]) * 30, torch.randn_like(given["beta"]) * 30
     bias = torch.randn((H_V, D) if method == "kda" else (H_V,), device=DEVICE)
     learned = {"a_log": torch.rand(H_V, device=DEVICE) - 3, "dt_bias": bias}
     both({**given, **learned}, gate_bound=bound, beta_range=beta_range, qk_norm=True, state=states(B))
 
 
-def test_slots_are_updated_where_they_are() -> None:
+@pytest.mark.parametrize("S", [S, LONG])
+def test_slots_are_updated_where_they_are(S: int) -> None:
     pool, slots = states(5), torch.tensor([4, -1, 1], device=DEVICE)
-    given = inputs("gdn")
+    given = inputs("gdn", S)
     found, right = pool.clone(), pool.clone()
     out, back = polyattn.linear_attention(**given, state=found, state_slots=slots, backend="triton")
     expected, _ = polyattn.linear_attention(**given, state=right, state_slots=slots, backend="reference")
@@ -82,11 +94,12 @@ def test_slots_are_updated_where_they_are() -> None:
     assert (out[1] == 0).all()
 
 
-def test_packed_sequences() -> None:
-    given = inputs("kda")
-    flat = {n: t.reshape(1, B * S, *t.shape[2:]) if isinstance(t, Tensor) else t for n, t in given.items()}
-    cu = torch.tensor([0, 4, 4, 5, B * S], dtype=torch.int32, device=DEVICE)
-    _, last = both(flat, cu_seqlens=cu, state=(first := states(4)))
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_packed_sequences(method: str) -> None:
+    given = inputs(method, LONG)
+    flat = {n: t.reshape(1, B * LONG, *t.shape[2:]) if isinstance(t, Tensor) else t for n, t in given.items()}
+    cu = torch.tensor([0, 33, 33, 34, 100, B * LONG], dtype=torch.int32, device=DEVICE)
+    _, last = both(flat, cu_seqlens=cu, state=(first := states(5)), qk_norm=True)
     assert torch.equal(last[1], first[1])
 
 
@@ -116,18 +129,36 @@ def test_every_draft_leaves_its_state(tree: bool, layout: str) -> None:
     assert (out[1] == 0).all()
 
 
-@pytest.mark.parametrize("method", ["gdn", "kda"])
-def test_gradients(method: str) -> None:
-    given = {n: t.requires_grad_() if isinstance(t, Tensor) else t for n, t in inputs(method).items()}
-    state = states(B, "VK").requires_grad_()
+def differentiated(given: dict[str, Any], state: Tensor, backend: str, **options: Any) -> tuple[Tensor, ...]:
     leaves = [state, *(t for t in given.values() if isinstance(t, Tensor))]
+    out, last = polyattn.linear_attention(**given, state=state, backend=backend, **options)
+    return torch.autograd.grad(out.float().sin().sum() + last.cos().sum(), leaves)
 
-    def gradients(backend: str) -> tuple[Tensor, ...]:
-        out, last = polyattn.linear_attention(**given, state=state, state_layout="VK", backend=backend)
-        return torch.autograd.grad(out.sin().sum() + last.cos().sum(), leaves)
 
-    for one, other in zip(gradients("triton"), gradients("reference"), strict=True):
+@pytest.mark.parametrize("S", [S, LONG])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_gradients(method: str, S: int) -> None:
+    given = {n: t.requires_grad_() if isinstance(t, Tensor) else t for n, t in inputs(method, S).items()}
+    state = states(B, "VK").requires_grad_()
+    found, right = (differentiated(given, state, name, state_layout="VK") for name in ("triton", "reference"))
+    for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_gradients_of_packed_sequences(method: str, dtype: torch.dtype) -> None:
+    """Of zero betas and of channels that decay at once as well."""
+    drawn = {n: t for n, t in inputs(method, LONG, dtype).items() if isinstance(t, Tensor)}
+    drawn["beta"][:, ::3] = 0
+    drawn["gate"][:, ::5] *= 200
+    given = {n: t.reshape(1, B * LONG, *t.shape[2:]).requires_grad_() for n, t in drawn.items()}
+    cu = torch.tensor([0, 33, 33, 34, 100, B * LONG], dtype=torch.int32, device=DEVICE)
+    state, options = states(5).requires_grad_(), {"method": method, "cu_seqlens": cu, "scale": 0.5}
+    found, right = (differentiated(given, state, name, **options) for name in ("triton", "reference"))
+    assert [t.dtype for t in found] == [t.dtype for t in right]
+    for one, other in zip(found, right, strict=True):
+        assert (one - other).float().norm() <= (1e-4 if dtype == torch.float32 else 2e-2) * other.float().norm()
 
 
 def test_strided_rows_and_widths_of_one() -> None:
@@ -140,6 +171,25 @@ def test_strided_rows_and_widths_of_one() -> None:
     given["value"] = given["value"].transpose(1, 2).contiguous().transpose(1, 2)
     both(given)
     both({**given, "value": given["value"][..., :1], "query": given["query"][..., :1], "key": given["key"][..., :1]})
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_chunks_are_the_recurrence_however_fast_channels_decay(method: str, chunk: int) -> None:
+    """Some decay by e^-300 a token, others not at all: to the rounding of sums of such exponents in float32."""
+    given = {n: t for n, t in inputs(method, 70).items() if isinstance(t, Tensor)}
+    given["gate"] = torch.where(torch.rand_like(given["gate"]) < 0.3, 300 * given["gate"], 0.1 * given["gate"])
+    given["gate"][:, 40:] *= 0
+    given["beta"][:, ::3] = 0
+    first = states(B)
+    query, key, value, gate, beta = given.values()
+    made = prepare(query, key, gate, beta, scale=0.3, chunk=chunk)
+    out, last = torch.full_like(value, float("nan")), torch.full_like(first, float("nan"))
+    through(query, key, value, first, made, scale=0.3, turned=False, out=out, last=last)
+    wide = {n: t.double() for n, t in given.items()}
+    right = gated_delta_rule(**wide, state=first.double(), scale=0.3)
+    for one, other in zip((out, last), right, strict=True):
+        assert (one - other).norm() <= 5e-5 * other.norm()
 
 
 def test_no_tokens_keep_the_state() -> None:

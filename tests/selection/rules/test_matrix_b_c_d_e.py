@@ -202,22 +202,37 @@ C = {
 }
 BASES_OF_C = {"cutedsl_mla": DECODE, "tokenspeed_mla": {**DECODE, **FP8}}
 
-GDN: dict[str, Any] = {"family": "linear", "heads": 32, "kv_heads": 16}
+GDN: dict[str, Any] = {"family": "linear", "heads": 32, "kv_heads": 16, "state_layout": "VK"}
+FLASHINFER_GDN = "flashinfer-python==0.7.2"
+LOW = "no: lowered"
 D_COLUMNS: dict[str, dict[str, Any]] = {
     "decode": {"phase": "decode", "s_relation": "one"},
     "prefill": {"phase": "prefill"},
-    "verify, chain": {"phase": "verify", "s_relation": "fewer", "spec_topk": 1},
-    "verify, tree": {"phase": "verify", "s_relation": "fewer", "spec_topk": 4, "tree": True},
+    "verify, chain": {"phase": "verify", "state_out": "every"},
+    "verify, tree": {"phase": "verify", "state_out": "every", "tree": True},
 }
-# (backend, platform): (installed, methods, state dtype, cells)
-D = {
-    ("triton", "cuda:sm90"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 4),
-    ("triton", "rocm:gfx942"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 4),
-    ("triton", "npu"): ("triton-ascend", ("gdn", "kda"), "", ("yes: native",) * 2 + ("no: refused",) * 2),
-    ("triton", "cpu"): ("triton", ("gdn", "kda"), "", ("yes: native",) * 2 + ("no: native",) * 2),
-    ("cutedsl", "cuda:sm90"): ("nvidia-cutlass-dsl", ("gdn", "kda"), "", ("yes: native",) + ("no: refused",) * 3),
-    ("flashinfer", "cuda:sm90"): ("flashinfer", ("gdn",), "", ("yes: native",) * 3 + ("no: refused",)),
-    ("flashinfer", "cuda:sm100"): ("flashinfer", ("gdn",), "bfloat16", ("yes: native",) * 3 + ("no: refused",)),
+# What the kernels of some of them compute themselves, and must be left to.
+RAW = {"raw_gates": "softplus", "qk_norm": True}
+# (backend, platform): (installed, methods, what calls ask beside, cells)
+D: dict[tuple[str, str], tuple[str, tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
+    ("triton", "cuda:sm90"): ("triton", ("gdn", "kda"), {}, ("yes: native",) * 4),
+    ("triton", "rocm:gfx942"): ("triton", ("gdn", "kda"), {}, ("yes: native",) * 4),
+    ("triton", "npu"): ("triton-ascend", ("gdn", "kda"), {}, ("yes: native",) * 2 + ("no: lowered",) * 2),
+    ("triton", "cpu"): ("triton", ("gdn", "kda"), {}, ("yes: native",) * 2 + ("no: native",) * 2),
+    ("cutedsl", "cuda:sm90"): (
+        "sglang==0.5.23 nvidia-cutlass-dsl",
+        ("gdn", "kda"),
+        RAW,
+        ("yes: native", "no: refused", "no: lowered", "no: lowered"),
+    ),
+    ("flashinfer", "cuda:sm90"): (FLASHINFER_GDN, ("gdn",), RAW, ("yes: native", "yes: lowered", "yes: native", LOW)),
+    ("flashinfer", "cuda:sm100@13.0"): (
+        FLASHINFER_GDN,
+        ("gdn",),
+        RAW,
+        ("yes: native", "yes: lowered", "yes: native", LOW),
+    ),
+    ("fla", "cuda:sm90"): ("flash-linear-attention==0.6.0", ("gdn", "kda"), {}, ("yes: native",) * 2 + (LOW,) * 2),
 }
 
 # Platforms of E: cuda, rocm, xpu, musa, mps, npu.
@@ -302,10 +317,10 @@ def c_cells() -> list[Any]:
 
 def d_cells() -> list[Any]:
     cells = []
-    for (name, platform), (installed, methods, state, row) in D.items():
+    for (name, platform), (installed, methods, more, row) in D.items():
         for method in methods:
             for column, cell in zip(D_COLUMNS, row, strict=True):
-                changes = {**GDN, "method": method, "state_dtype": state, **D_COLUMNS[column]}
+                changes = {**GDN, "method": method, **more, **D_COLUMNS[column]}
                 name_of_cell = f"{name}@{platform}, {method} {column} {cell}"
                 cells.append(pytest.param(cell, name, platform, installed, changes, id=name_of_cell))
     return cells

@@ -217,6 +217,26 @@ def _gathered_rows(platform: str, **more: Any) -> tuple[Row, ...]:
     )
 
 
+def _listed_row(platform: str) -> Row:
+    """Latent attention to listed tokens, whose rows are gathered: nothing is read on the host."""
+    return row(
+        family="mla",
+        token_topk=Range(1),
+        dtype=("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
+        **{name: SHAPES[name] for name in ("head_dim", "v_head_dim", "group", "scale", "s_relation", "misaligned")},
+        phase=("prefill", "extend", "decode", "verify"),
+        causal=("none", "bottom_right"),
+        kv_dtype=("auto", "fp8_e4m3"),
+        kv_scales=("", "block128"),
+        page_size=Range(1),
+        spec_topk=Range(0, 1),
+        lse=True,
+        graph_capture=platform in ("cuda", "rocm"),
+        zero_size=True,
+        large=platform in INDEXED,
+    )
+
+
 def _flex_serving_rows(platform: str) -> tuple[Row, ...]:
     """FlexAttention on gathered keys, with the window, softcap, sinks and LSE it honours elsewhere too."""
     cpu = platform == "cpu"
@@ -332,7 +352,11 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
             kv_scales=("", "tensor", "head", "token"),
             **paged,
         ),
-        row(family="mla", **{k: v for k, v in paged.items() if k not in ("sinks", "alibi", "save_kv_cache")}),
+        row(
+            family="mla",
+            token_topk=Range(0),
+            **{k: v for k, v in paged.items() if k not in ("sinks", "alibi", "save_kv_cache")},
+        ),
         row(
             family="linear",
             method=("gdn", "kda"),
@@ -455,6 +479,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
                 "polyattn.backends.paged_torch_native:PagedTorchNative",
                 TORCH,
             ),
+            Provider("torch-listed", (_listed_row(platform),), "polyattn.backends.listed_latent:ListedLatent", TORCH),
         ),
         summary="SDPA sequence by sequence; serving on gathered KV; linear attention in chunks",
         priority=30,

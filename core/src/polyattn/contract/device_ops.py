@@ -28,6 +28,14 @@ class DeviceOps(Protocol):
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> RowsWriter | None:
         """What writes rows of `dtype` into a `polyattn.serving.LayerCache`, asked once for each; None: core does."""
 
+    def merge(self, outs: Tensor, lses: Tensor, *, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        """Merge the results of several ranks as `polyattn.merge` does. A class may lack it: core merges then.
+
+        Args:
+            outs: float32 [P, T, H, D_v]. lses: float32 [P, T, H], natural log, -inf for rows without keys. sinks: [H].
+            out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written, without sinks.
+        """
+
 
 class RowsWriter(Protocol):
     """Stores new rows of one layer bit for bit as `KVPool.write` of core does."""
@@ -207,6 +215,23 @@ class BlockOps(Protocol):
         Returns:
             int32 (chosen [B, H_q, P], queries [B, H_q, P], firsts [B, H_q, S + 1]): pairs of a query and a chunk, query
             after query; those of query s are firsts[s] ... firsts[s + 1]. Behind the last one of a head: C, query 0.
+        """
+
+    def attend_chosen(
+        self, query: Tensor, key: Tensor, value: Tensor, pairs: tuple[Tensor, Tensor, Tensor],
+        chunks: tuple[Tensor, Tensor, Tensor], *, longest: int, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Attention of queries to a chunk each, pair by pair.
+
+        Args:
+            query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v], of any strides.
+            pairs: int32 (queries [B, H_q, P], as of `choose`; order [B, H_q, P] and counts [B, H_q, C + 1] of its
+                chunks, as of `in_order`).
+            chunks: int32 (order [S], starts [C], sizes [C]): the tokens chunk after chunk, and where each chunk is.
+            longest: keys of the longest chunk. scale: of the logits.
+
+        Returns:
+            (outs [B, H_q, P, D_v] of the query's dtype; lses float32 [B, H_q, P], natural), in the order of chunks.
+            Those of pairs behind the last one of a head are anything.
         """
 
     def merge_chosen(self, outs: Tensor, lses: Tensor, places: Tensor, firsts: Tensor) -> Tensor:

@@ -279,6 +279,7 @@ def _mla_request(
     *,
     v_head_dim: int,
     attn_mask: Tensor | None,
+    token_indices: Tensor | None,
     out: Tensor | None,
     **steps: Any,
 ) -> AttentionRequest:
@@ -291,6 +292,7 @@ def _mla_request(
         )
     validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
     _check_rest(static, tables, query, {"cache": cache}, 1, v_head_dim, attn_mask, None, out, scales=None, **steps)
+    listed = 0 if token_indices is None else validation.check_token_indices(query, token_indices, tables, static.causal)
     _no_grad(query, cache, attn_mask)
     fp8 = cache.dtype == torch.uint8
     return _request(
@@ -306,6 +308,7 @@ def _mla_request(
         large=max(query.numel(), cache.numel()) >= 2**31,
         misaligned=not aligned(query),
         mask=_mask_kind(attn_mask),
+        token_topk=listed,
         **_steps(tables.max_seqlen_q, **steps),
     )
 
@@ -332,6 +335,7 @@ def mla_attention(
     backend: str | None = None,
     out: Tensor | None = None,
     chunk: int = 0,
+    token_indices: Tensor | None = None,
 ) -> Any:
     """Multi-head latent attention over a paged latent cache, absorbed form.
 
@@ -343,6 +347,8 @@ def mla_attention(
         kv_parts, tree, chunked_prefix, chunk: as `paged_attention`.
         scale: of the uncompressed heads, never of the latent row (S2).
         v_head_dim: D_c, the leading part of a row that is the value.
+        token_indices: int32 [T_q, topk], the positions in its own sequence of the tokens that each query sees, in any
+            order and none twice; -1 = none. Each is one that `causal` lets the query see. None = all of them.
 
     Returns:
         out [T_q, H_q, D_c], or (out, lse [T_q, H_q]).
@@ -353,8 +359,10 @@ def mla_attention(
     static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    steps["token_indices"] = token_indices
     request = _mla_request(static, tables, query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, **steps)
     given = {"attn_mask": attn_mask, "out": out, **_parts(kv_parts)}
+    given |= {} if token_indices is None else {"token_indices": token_indices}
     return _run("mla_attention", request, backend, tables, query, cache, **given)
 
 

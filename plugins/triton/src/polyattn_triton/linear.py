@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from polyattn.contract import AttentionRequest, Bound
-from polyattn.semantics.delta_rule import chunked_delta_rule
 
 from . import runtime
+from .kernels.delta_chunks import Prepared, chunk_of, prepare, through
+from .kernels.delta_gradients import gradients
 from .kernels.linear_recurrent import recurrent
 
 __all__ = ["Linear"]
+
+
+_STEPS = 16
+"""Tokens that a chunk takes longer for than steps."""
 
 
 class Linear:
@@ -42,22 +47,28 @@ class Linear:
         ) -> tuple[Tensor, Tensor]:
             runtime.check_device(query.device)
             result = torch.empty_like(value, memory_format=torch.contiguous_format) if out is None else out
-            D, D_v = query.shape[-1], value.shape[-1]
-            sizes = (value.shape[2], D_v, D) if turned else (value.shape[2], D, D_v)
             if every:
-                last = value.new_empty(*value.shape[:2], *sizes, dtype=torch.float32)
+                last = value.new_empty(*value.shape[:2], *_sizes(query, value, turned), dtype=torch.float32)
             elif state_slots is not None and state is not None:
                 last = state
             else:
-                count = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-                last = value.new_empty(count, *sizes, dtype=torch.float32)
-            rows = (_dense(t) for t in (query, key, value, gate, beta))
-            recurrent(
-                *rows, state, out=result, last=last, scale=scale, turned=turned, bound=gate_bound or 0.0,
-                a_log=None if a_log is None else a_log.contiguous(),
-                dt_bias=None if dt_bias is None else dt_bias.contiguous(), slots=state_slots, parents=parents,
-                cu_seqlens=cu_seqlens, every=every, **options,
-            )  # fmt: skip
+                last = _states(query, value, cu_seqlens, turned)
+            rows = tuple(_dense(t) for t in (query, key, value, gate, beta))
+            learned = {"a_log": a_log, "dt_bias": dt_bias}
+            learned = {name: None if t is None else t.contiguous() for name, t in learned.items()}
+            learned |= {"bound": gate_bound or 0.0, **options}
+            shared = {"scale": scale, "cu_seqlens": cu_seqlens}
+            if every or not _in_chunks(query, cu_seqlens):
+                recurrent(
+                    *rows, state, out=result, last=last, turned=turned, slots=state_slots, parents=parents,
+                    every=every, **learned, **shared,
+                )  # fmt: skip
+            else:
+                query, key, value, gate, beta = rows
+                made = prepare(query, key, gate, beta, chunk=chunk_of(query), **learned, **shared)
+                through(
+                    query, key, value, state, made, out=result, last=last, turned=turned, slots=state_slots, **shared
+                )
             return result, last
 
         if not request.grad:
@@ -67,37 +78,57 @@ class Linear:
             query: Tensor, key: Tensor, value: Tensor, *, gate: Tensor, beta: Tensor, state: Tensor | None = None,
             cu_seqlens: Tensor | None = None, out: Tensor | None = None,
         ) -> tuple[Tensor, Tensor]:  # fmt: skip
-            result, last = _Trained.apply(forward, scale, turned, query, key, value, gate, beta, state, cu_seqlens)
+            result, last = _Trained.apply(scale, turned, query, key, value, gate, beta, state, cu_seqlens)
             return (result if out is None else out.copy_(result)), last
 
         return Bound(differentiable)
 
 
 class _Trained(torch.autograd.Function):
-    """The kernels forward, and the gradients of the chunked form, which is computed again."""
+    """Chunks forward and backward. What was prepared of them is kept; the states between them are computed again."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, scale: float, turned: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*tensors)
-        ctx.scale, ctx.turned = scale, turned
+    def forward(ctx: Any, scale: float, turned: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
         query, key, value, gate, beta, state, cu_seqlens = tensors
-        found: tuple[Tensor, Tensor] = run(query, key, value, gate=gate, beta=beta, state=state, cu_seqlens=cu_seqlens)
-        return found
+        runtime.check_device(query.device)
+        query, key, value, gate, beta = (_dense(t) for t in (query, key, value, gate, beta))
+        shared = {"scale": scale, "cu_seqlens": cu_seqlens}
+        made = prepare(query, key, gate, beta, chunk=chunk_of(query), **shared)
+        out, last = value.new_empty(value.shape), _states(query, value, cu_seqlens, turned)
+        through(query, key, value, state, made, out=out, last=last, turned=turned, **shared)
+        ctx.save_for_backward(query, key, value, gate, beta, state, cu_seqlens, *made)
+        ctx.scale, ctx.turned = scale, turned
+        return out, last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, cu_seqlens = ctx.saved_tensors[:-1], ctx.saved_tensors[-1]
-        with torch.enable_grad():
-            leaves = [None if t is None else t.detach().requires_grad_() for t in saved]
-            query, key, value, gate, beta, state = leaves
-            first = state.mT if ctx.turned and state is not None else state
-            out, last = chunked_delta_rule(
-                query, key, value, gate=gate, beta=beta, state=first, cu_seqlens=cu_seqlens, scale=ctx.scale
-            )
-            last = last.mT if ctx.turned else last
-        given = [t for t in leaves if t is not None]
-        found = iter(torch.autograd.grad((out, last), given, grads, allow_unused=True))
-        return None, None, None, *(None if t is None else next(found) for t in leaves), None
+        *given, cu_seqlens = ctx.saved_tensors[:7]
+        made = Prepared(*ctx.saved_tensors[7:])
+        found = gradients(*grads, *given, made, scale=ctx.scale, turned=ctx.turned, cu_seqlens=cu_seqlens)
+        wanted = zip(found, ctx.needs_input_grad[2:], strict=False)
+        return None, None, *(tensor if wants else None for tensor, wants in wanted), None
+
+
+def _states(query: Tensor, value: Tensor, cu_seqlens: Tensor | None, turned: bool) -> Tensor:
+    """Room for a state of each sequence."""
+    count = value.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return value.new_empty(count, *_sizes(query, value, turned), dtype=torch.float32)
+
+
+def _sizes(query: Tensor, value: Tensor, turned: bool) -> tuple[int, int, int]:
+    heads, D, D_v = value.shape[2], query.shape[-1], value.shape[-1]
+    return (heads, D_v, D) if turned else (heads, D, D_v)
+
+
+def _in_chunks(query: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether products of chunks take less time than a step for each token.
+
+    Packed sequences are always taken so: what is computed of one depends on no other.
+    """
+    if query.dtype == torch.float32 and not runtime.INTERPRETED:
+        return False
+    tokens = query.shape[1]
+    return tokens > 0 and (tokens > _STEPS or cu_seqlens is not None)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +21,10 @@ from ...serving.layer import AttentionLayer, StateLayer
 from ...serving.mla import LatentAttention
 from ...serving.recurrent import RecurrentLayers
 from ..common.keywords import asked_by
+from .chunks import Turning, chunks_of
 from .images import Tower, no_images_because
 from .latent import LatentModule, Replacement, latent_modules
-from .latent_check import looks_latent, takes_no_positions
+from .latent_check import lists_tokens, looks_latent, takes_no_positions
 from .probing import attending, configs_of, probe, reading
 from .recurrent import calling
 from .registry import interfaces
@@ -53,6 +54,7 @@ class CausalLMRunner:
 
     Attributes:
         layers: its attention layers, in the order of the pass, and then those of linear attention, `recurrent`.
+        turning: of a model of dual chunk attention (its config has a `dual_chunk_attention_config`), None of others.
         replaced: the latent modules whose forward is replaced while a step runs. encode: computes the images of a
             prompt, None where it reads none. vocab_size, max_positions (0 = not
             said), dtype, device: of the model.
@@ -70,7 +72,9 @@ class CausalLMRunner:
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.max_positions: int = _positions(getattr(config, "max_position_embeddings", 0) or 0, max_positions)
-        self.modules, self.recurrent = probe(model, self.max_positions)
+        chunks = chunks_of(config)
+        self.turning = None if chunks is None else Turning(chunks, model)
+        self.modules, self.recurrent = probe(model, self.max_positions, self.turning)
         self.configs = configs_of(model)
         self.replaced = _latent(model, self.modules, latent)
         attention: tuple[AttentionLayer, ...] = tuple(self.modules.values())
@@ -119,6 +123,8 @@ class _Serving:
         if self.latent is not None:
             self.latent.plan(batch, steps)
             replaced = Replacement(list(runner.replaced), self.latent.forward)
+        if runner.turning is not None:
+            positions = runner.turning.plan(positions)
         recurrent: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.recurrent is not None:
             if not steps:
@@ -163,15 +169,22 @@ def _positions(known: int, wanted: int | None) -> int:
     return wanted
 
 
-def _latent(model: Any, modules: Iterable[nn.Module], wanted: bool | None) -> tuple[LatentModule, ...]:
+def _latent(model: Any, modules: Collection[nn.Module], wanted: bool | None) -> tuple[LatentModule, ...]:
     """The modules that are served from latent rows."""
+    lists = next((module for module in modules if lists_tokens(module)), None)
+    if wanted is False and lists is not None:
+        raise UnsupportedRequestError(
+            f"latent=False for {type(model).__name__}, whose {type(lists).__name__} lists the tokens that its queries "
+            f"see, which only latent rows are served with; leave latent at None",
+            {"serving": ["whole keys and values with lists of tokens"]},
+        )
     if wanted is False or (wanted is None and not all(looks_latent(module) for module in modules)):
         return ()
     try:
         return tuple(latent_modules(model))
     except UnsupportedRequestError as exc:
         # Layers without positions, as hybrid models have them, are right from whole keys too, with larger caches.
-        if wanted or not all(takes_no_positions(module) for module in modules):
+        if wanted or lists is not None or not all(takes_no_positions(module) for module in modules):
             raise
         text = f"polyattn: latent attention is served from whole keys and values, whose caches are larger: {exc}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
@@ -195,5 +208,8 @@ def _attend(
             f"{asked_by(module, None)} was called under attn_implementation={SERVING!r} outside a step: that name is "
             f"for CausalLMRunner alone, which sets it while a step runs; give the model 'polyattn' or another one"
         )
+    runner = step.runner
     q, k, v = query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
-    return step.backend.forward(q, k, v, step.runner.modules[module]).unsqueeze(0)
+    if runner.turning is not None:
+        q = runner.turning.queries(q)
+    return step.backend.forward(q, k, v, runner.modules[module]).unsqueeze(0)

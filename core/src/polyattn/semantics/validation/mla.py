@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...contract import scalars
+from ...contract import PagedTables, scalars
 from ...errors import InvalidInputError
 from ..kv_quant import MLA_BYTES, MLA_WIDTHS
-from .tensors import FLOATS, check_dense_axis, check_plain
+from .tensors import FLOATS, check_dense_axis, check_index, check_plain, contents_readable
 
 
 def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
@@ -49,3 +49,39 @@ def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
             f"query rows have {query.shape[2]} numbers, cache rows {cache.shape[2]}, v_head_dim is {v_head_dim}; rows "
             f"must be equal and v_head_dim the leading part of them"
         )
+
+
+def check_token_indices(query: Tensor, token_indices: Any, tables: PagedTables, causal: Any) -> int:
+    """Check the lists of a latent call, contents included where they are readable; returns their length.
+
+    Raises:
+        InvalidInputError: no list [T_q, topk], a token that its query does not see, or one that is listed twice.
+    """
+    check_index("token_indices", token_indices, 2, "[T_q, topk]")
+    count, topk = token_indices.shape
+    if count != query.shape[0] or not topk or token_indices.device != query.device:
+        raise InvalidInputError(
+            f"token_indices is {tuple(token_indices.shape)} on {token_indices.device}; [{query.shape[0]}, topk] (T_q, "
+            f"one token or more) on {query.device} is needed"
+        )
+    if not count or not contents_readable(token_indices):
+        return int(topk)
+    _, lens, starts = tables[:3]
+    ends = starts[1:].long()
+    token = torch.arange(count, device=query.device)
+    row = torch.searchsorted(ends, token, right=True).clamp(max=len(lens) - 1)
+    room = lens[row] - (0 if causal in (False, "none") else ends[row] - 1 - token)
+    sorted_rows = token_indices.sort(1).values
+    twice = torch.nn.functional.pad((sorted_rows[:, 1:] == sorted_rows[:, :-1]) & (sorted_rows[:, 1:] >= 0), (1, 0))
+    for wrong, why in (
+        ((token_indices < -1) | (token_indices >= room[:, None].clamp(min=0)), "is not -1, nor a token that it sees"),
+        (twice, "is listed twice"),
+    ):
+        if bool(wrong.any()):
+            n, place = wrong.nonzero()[0].tolist()
+            shown = int((sorted_rows if wrong is twice else token_indices)[n, place])
+            raise InvalidInputError(
+                f"token_indices[{n}]: {shown} {why}; query {n} sees {max(int(room[n]), 0)} tokens, from 0 on, each is "
+                f"listed once, and -1 stands for none"
+            )
+    return int(topk)

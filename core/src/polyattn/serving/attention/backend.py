@@ -180,7 +180,7 @@ class AttentionBackend:
         Args:
             q: [T_q, H_q, D]. k, v: [T_q, H_kv, D], [T_q, H_kv, D_v], the new keys and values, None when the cache has
                 them; of a cross layer, those of the encoder's new tokens. Latent: q [T_q, H_q, D_c + D_r] absorbed, k
-                the rows [T_q, D_c + D_r], v None.
+                the rows [T_q, D_c + D_r], v None, or the lists int32 [T_q, token_topk] of a layer with such.
             save_kv_cache: write k and v. If not, they are attended all the same; a latent layer's are taken to be in
                 the cache.
 
@@ -362,6 +362,11 @@ class AttentionBackend:
         if found not in self.layers:
             self._unknown(found)
         return {phase: layers[found].selection for phase, layers in self._served.items()}
+
+    def steps_of(self, layer_id: int) -> list[tuple[Step, Tokens]]:
+        """Return the planned step of a layer, with its tokens among those of the batch: in two parts where the phases
+        of a mixed batch have other backends."""
+        return [(slot.step_of(layer_id), slice(None) if tokens is None else tokens) for slot, tokens in self._planned]
 
     @property
     def batch(self) -> ForwardBatch | None:

@@ -1,10 +1,14 @@
 """Chunks that queries choose, and what they found there merged: mixture of block attention.
 
 A tile of queries is scored against the means of all chunks, 2 S C D operations, and chooses in registers: scores never
-go to memory. What a query found in each of its chunks is read once and merged by its LSE, in the order of the choice.
+go to memory. Queries that chose a chunk are read where they are and meet it in tiles, so that work follows each query's
+own choice. What it found in each of its chunks is written and read once, 4 D bytes of a pair in 16 bits against the
+4 D n operations of a chunk of n keys, and merged by its LSE, in the order of the choice.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,26 +18,31 @@ from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from polyattn_triton.kernels.block_sparse import head_at
+from polyattn_triton.kernels.block_sparse import Tiles, head_at
+from polyattn_triton.kernels.choices import architecture
+from polyattn_triton.kernels.room import Loop, Room, fitting, shared_memory
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rows import integers, product
+from polyattn_triton.kernels.rules import LOG2E, accumulate, dot, natural_lse, share
 
-__all__ = ["choose", "merge_chosen"]
+__all__ = ["attend_chosen", "choose", "merge_chosen"]
 
 _MOST = 512
 """Chunks that a tile of queries can be scored against."""
+_HELD = 128
+"""Keys of chunks that a program keeps, while tiles of queries pass."""
+_TURNS = 16
+"""Tiles of queries that pass."""
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "kept", "pairs"])
+@triton.jit(do_not_specialize=["tokens", "chunks", "kept"])
 def _choose(
-    query, means, own, numbers, firsts, chosen, queries, q_b, q_h, q_s, tokens, chunks, kept, pairs, threshold,
+    query, means, own, numbers, words, q_b, q_h, q_s, tokens, chunks, kept, threshold,
     D: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SHARE: tl.constexpr,
-    EXACT: tl.constexpr, COUNT: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """N queries of one head: their own chunk and the highest others, `kept` in all, or until a SHARE is reached.
-
-    COUNT: how many those are; else they are written, from `firsts` of each query on.
-    """
+    """N queries of one head: their own chunk and the highest others, `kept` in all, or until a SHARE is reached. A bit
+    for each chunk, and how many those are."""
     tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     s, d, c = tile * N + tl.arange(0, N), tl.arange(0, K), tl.arange(0, C)
     inside, there = s < tokens, c < chunks
@@ -60,16 +69,18 @@ def _choose(
     ordered = tl.where(others, integers(scores), -2147483648)
     # The highest limit with which those that reach it are enough: of any two scores between which it would lie the
     # same ones are chosen, and of equal ones the first.
-    low = tl.full([N], -2147483647, tl.int64)
+    low = tl.min(tl.where(others, ordered, 2147483647), 1).to(tl.int64)
     high = tl.max(ordered, 1).to(tl.int64)
-    for _ in range(32):
+    while tl.max(high - low, 0) > 0:
         middle = (low + high + 1) >> 1
         reached = others & (ordered >= middle.to(tl.int32)[:, None])
         if SHARE:
             enough = fixed + tl.sum(tl.where(reached, weights, 0.0), 1) >= goal
         else:
-            enough = tl.sum(reached.to(tl.int32), 1) >= kept - 1
-        low = tl.where(enough & (low < high), middle, low)
+            count = tl.sum(reached.to(tl.int32), 1)
+            enough = count >= kept - 1
+            high = tl.where(count == kept - 1, tl.minimum(middle, high), high)
+        low = tl.where(enough & (low < high), tl.minimum(middle, high), low)
         high = tl.where(enough | (low >= high), high, middle - 1)
     least = low.to(tl.int32)[:, None]
     above = others & (ordered > least)
@@ -83,16 +94,107 @@ def _choose(
     else:
         last = alike & (rank < (kept - 1 - tl.sum(above.to(tl.int32), 1))[:, None])
     take = (above | last | mine) & there[None, :]
-    head_row = b.to(tl.int64) * tl.num_programs(1) + head
-    if COUNT:
-        tl.store(numbers + head_row * tokens + s, tl.sum(take.to(tl.int32), 1), mask=inside)
-    else:
-        place = tl.load(firsts + head_row * (tokens + 1) + s, mask=inside, other=0)[:, None]
-        place += tl.cumsum(take.to(tl.int32), 1) - 1
-        nothing = tl.zeros([N, C], tl.int32)
-        written = take & inside[:, None]
-        tl.store(chosen + head_row * pairs + place, c[None, :] + nothing, mask=written)
-        tl.store(queries + head_row * pairs + place, s[:, None] + nothing, mask=written)
+    at = (b.to(tl.int64) * tl.num_programs(1) + head) * tokens + s
+    tl.store(numbers + at, tl.sum(take.to(tl.int32), 1), mask=inside)
+    bits = tl.reshape(take.to(tl.int32), [N, C // 32, 32]) << tl.arange(0, 32)[None, None, :]
+    w = tl.arange(0, C // 32)
+    tl.store(words + at[:, None] * (C // 32) + w[None, :], tl.sum(bits, 2), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens", "pairs"])
+def _pairs(words, firsts, chosen, queries, tokens, pairs, N: tl.constexpr, C: tl.constexpr):
+    """The pairs of N queries of one head, from `firsts` of each query on."""
+    tile, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    s, c = tile * N + tl.arange(0, N), tl.arange(0, C)
+    inside = (s < tokens)[:, None]
+    row = b.to(tl.int64) * tl.num_programs(1) + head
+    word = tl.load(words + (row * tokens + s[:, None]) * (C // 32) + c[None, :] // 32, mask=inside, other=0)
+    take = (word >> (c % 32)[None, :]) & 1
+    place = tl.load(firsts + row * (tokens + 1) + s[:, None], mask=inside, other=0) + tl.cumsum(take, 1) - 1
+    nothing = tl.zeros([N, C], tl.int32)
+    tl.store(chosen + row * pairs + place, c[None, :] + nothing, mask=take != 0)
+    tl.store(queries + row * pairs + place, s[:, None] + nothing, mask=take != 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _attend(
+    query, key, value, queries, order, counts, tokens, starts, sizes, outs, lses, scale,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, pairs, chunks,
+    D: tl.constexpr, D_V: tl.constexpr, K: tl.constexpr, K_V: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, TURNS: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """TURNS tiles of M queries that chose one chunk of a head. `scale`: |scale| * log2(e).
+
+    HELD: a chunk has no more than N keys, which stay while tiles of queries pass; else N of them pass at a time.
+    """
+    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = b.to(tl.int64) * tl.num_programs(1) + head
+    c = tl.arange(0, C)
+    # Which chunk: programs of the chunks before it are passed by, and so are their pairs.
+    number = tl.load(counts + row * (chunks + 1) + c, mask=c < chunks, other=0)
+    programs = (number + M * TURNS - 1) // (M * TURNS)
+    before = tl.cumsum(programs, 0) <= part
+    chunk = tl.sum(before.to(tl.int32), 0)
+    if chunk < chunks:
+        passed = tl.sum(tl.where(before, number, 0), 0)
+        first = passed + (part - tl.sum(tl.where(before, programs, 0), 0)) * (M * TURNS)
+        end = passed + tl.sum(tl.where(c == chunk, number, 0), 0)
+        start, size = tl.load(starts + chunk), tl.load(sizes + chunk)
+        m, n, d, e = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K), tl.arange(0, K_V)
+        rows = head_at(query, b, head, q_b, q_h) + d[None, :]
+        keys = head_at(key, b, head // GROUP, k_b, k_h) + d[None, :]
+        values = head_at(value, b, head // GROUP, v_b, v_h) + e[None, :]
+        listed, numbers = order + row * pairs, queries + row * pairs
+        width, width_v = (d < D)[None, :], (e < D_V)[None, :]
+        if HELD:
+            token = tl.load(tokens + start + n, mask=n < size, other=0).to(tl.int64)[:, None]
+            k = tl.load(keys + token * k_s, mask=(n < size)[:, None] & width, other=0.0)
+            v = tl.load(values + token * v_s, mask=(n < size)[:, None] & width_v, other=0.0)
+            i = first + m
+            place = tl.load(listed + i, mask=i < end, other=0)
+            for turn in tl.range(0, tl.minimum(TURNS, tl.cdiv(end - first, M)), num_stages=STAGES):
+                i = first + turn * M + m
+                there = i < end
+                mine = tl.load(numbers + place, mask=there, other=0).to(tl.int64)[:, None]
+                # One tile ahead: a load whose address waits for two loads is what Triton cannot pipeline.
+                place = tl.load(listed + i + M, mask=i + M < end, other=0)
+                q = tl.load(rows + mine * q_s, mask=there[:, None] & width, other=0.0)
+                if NEGATIVE:
+                    q = cast(-q.to(tl.float32), q.dtype)
+                products = tl.where((n < size)[None, :], dot(q, tl.trans(k)), float("-inf"))
+                top = tl.full([M], float("-inf"), tl.float32)
+                weights, _, top, total = accumulate(top, tl.zeros([M], tl.float32), products, scale)
+                acc = dot(cast(weights, v.dtype), v)
+                at = row * pairs + i
+                found = cast(acc * share(total)[:, None], outs.dtype.element_ty)
+                tl.store(outs + at[:, None] * D_V + e[None, :], found, mask=there[:, None] & width_v)
+                tl.store(lses + at, natural_lse(top, total), mask=there)
+        else:
+            i = first + m
+            there = i < end
+            place = tl.load(listed + i, mask=there, other=0)
+            mine = tl.load(numbers + place, mask=there, other=0).to(tl.int64)
+            q = tl.load(rows + mine[:, None] * q_s, mask=there[:, None] & width, other=0.0)
+            if NEGATIVE:
+                q = cast(-q.to(tl.float32), q.dtype)
+            top = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, K_V], tl.float32)
+            token = tl.load(tokens + start + n, mask=n < size, other=0)
+            for done in tl.range(0, size, N, num_stages=STAGES):
+                some = done + n < size
+                far = token.to(tl.int64)[:, None]
+                token = tl.load(tokens + start + done + N + n, mask=done + N + n < size, other=0)
+                k = tl.load(keys + far * k_s, mask=some[:, None] & width, other=0.0)
+                products = tl.where(some[None, :], dot(q, tl.trans(k)), float("-inf"))
+                weights, factor, top, total = accumulate(top, total, products, scale)
+                v = tl.load(values + far * v_s, mask=some[:, None] & width_v, other=0.0)
+                acc = dot(cast(weights, v.dtype), v, acc * factor[:, None])
+            at = row * pairs + i
+            found = cast(acc * share(total)[:, None], outs.dtype.element_ty)
+            tl.store(outs + at[:, None] * D_V + e[None, :], found, mask=there[:, None] & width_v)
+            tl.store(lses + at, natural_lse(top, total), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens", "pairs"])
@@ -130,31 +232,83 @@ def choose(
     (B, H, S, D), (H_kv, chunks) = query.shape, means.shape[1:3]
     if chunks > _MOST or not query.numel():
         return None
-    kept, wide = min(kept, chunks), max(triton.next_power_of_2(chunks), 16)
+    kept, wide = min(kept, chunks), max(triton.next_power_of_2(chunks), 32)
     tile = max(16, min(64, 16384 // wide))
-    means, own = means.contiguous(), own.to(torch.int32)
-
-    def launch(numbers: Tensor, firsts: Tensor, chosen: Tensor, queries: Tensor, count: bool) -> None:
-        _choose[triton.cdiv(S, tile), H, B](
-            query, means, own, numbers, firsts, chosen, queries, *query.stride()[:3], S, chunks, kept,
-            chosen.shape[-1], 0.0 if threshold is None else threshold, D=D, K=triton.next_power_of_2(D),
-            GROUP=H // H_kv, N=tile, C=wide, SHARE=threshold is not None, EXACT=query.device.type != "cuda",
-            COUNT=count, num_warps=8,
-        )  # fmt: skip
-
+    numbers = torch.empty(B, H, S, dtype=torch.int32, device=query.device)
+    words = torch.empty(B, H, S, wide // 32, dtype=torch.int32, device=query.device)
+    _choose[triton.cdiv(S, tile), H, B](
+        query, means.contiguous(), own.to(torch.int32), numbers, words, *query.stride()[:3], S, chunks, kept,
+        0.0 if threshold is None else threshold, D=D, K=triton.next_power_of_2(D), GROUP=H // H_kv, N=tile, C=wide,
+        SHARE=threshold is not None, EXACT=query.device.type != "cuda", num_warps=8,
+    )  # fmt: skip
     firsts = torch.zeros(B, H, S + 1, dtype=torch.int32, device=query.device)
-    if threshold is None:
-        firsts += torch.arange(0, (S + 1) * kept, kept, dtype=torch.int32, device=query.device)
-        pairs = S * kept
-    else:
-        numbers = torch.empty(B, H, S, dtype=torch.int32, device=query.device)
-        launch(numbers, numbers, numbers, numbers, True)
-        torch.cumsum(numbers, -1, dtype=torch.int32, out=firsts[..., 1:])
-        pairs = int(firsts[..., -1].max())
+    torch.cumsum(numbers, -1, dtype=torch.int32, out=firsts[..., 1:])
+    pairs = S * kept if threshold is None else int(firsts[..., -1].max())
     chosen = torch.full((B, H, pairs), chunks, dtype=torch.int32, device=query.device)
     queries = torch.zeros_like(chosen)
-    launch(chosen, firsts, chosen, queries, False)
+    _pairs[triton.cdiv(S, tile), H, B](words, firsts, chosen, queries, S, pairs, N=tile, C=wide, num_warps=8)
     return chosen, queries, firsts
+
+
+def _tiles(query: Tensor, width: int, longest: int) -> tuple[Tiles, bool]:
+    """How queries meet chunks there, and whether keys stay while queries pass: where they are read again for each tile,
+    chunks of few keys would cost more than their queries. width: of a row, up to a power of two."""
+    where, limit, row = architecture(query.device), shared_memory(query.device), width * query.dtype.itemsize
+
+    def loop(t: Tiles, held: bool) -> Loop:
+        stays, passes = (2 * t.n, t.m) if held else (t.m, 2 * t.n)
+        return Loop(t.m, t.n, t.warps, t.stages, stays * row, passes * row, passes * row, query.dtype.itemsize)
+
+    if longest <= _HELD and row <= 256:
+        rows = 16 if query.dtype == torch.float32 else 64
+        wanted = Tiles(rows, max(16, triton.next_power_of_2(longest)), 4, 3)
+        room = Room(lambda t: loop(t, True), (("stages", 2), ("m", 32), ("stages", 1), ("m", 16)))
+        found = fitting(wanted, (room,), where, limit)
+        if limit is None or loop(found, True).needs(where) <= limit:
+            return found, True
+    if query.dtype == torch.float32:
+        wanted = Tiles(16, 16, 4, 1)  # products that no tensor core takes: all their numbers are in registers
+    elif width > 128:
+        wanted = Tiles(64, 32, 8, 2)
+    else:
+        wanted = Tiles(128, 64, 8, 3) if where == "hopper" else Tiles(64, 64, 4, 2)
+    room = Room(lambda t: loop(t, False), (("stages", 2), ("n", 32), ("stages", 1), ("n", 16)))
+    return fitting(wanted, (room,), where, limit), False
+
+
+def attend_chosen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: tuple[Tensor, Tensor, Tensor],
+    chunks: tuple[Tensor, Tensor, Tensor],
+    *,
+    longest: int,
+    scale: float,
+    tiles: tuple[Tiles, bool] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `polyattn.contract.BlockOps`. tiles: instead of what `_tiles` says."""
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    (B, H, _, D), D_V = query.shape, value.shape[3]
+    queries, order, counts = (t.contiguous() for t in pairs)
+    P, count = queries.shape[2], counts.shape[2] - 1
+    outs = query.new_empty(B, H, P, D_V)
+    lses = torch.empty(B, H, P, dtype=torch.float32, device=query.device)
+    if not outs.numel():
+        return outs, lses
+    wide, wide_v = (triton.next_power_of_2(n) for n in (D, D_V))
+    t, held = tiles or _tiles(query, max(wide, wide_v), longest)
+    turns = _TURNS if held else 1
+    more: dict[str, Any] = {"GROUP": H // key.shape[1], "C": max(16, triton.next_power_of_2(count))}
+    _attend[triton.cdiv(P, t.m * turns) + count, H, B](
+        query, key, value, queries, order, counts, *chunks, outs, lses,
+        # 0 times -inf would be NaN; a scale as small as this leaves logits that are 0 as well.
+        max(abs(scale), 1e-30) * LOG2E.value,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], P, count, D=D, D_V=D_V, K=wide, K_V=wide_v,
+        M=t.m, N=t.n, TURNS=turns, HELD=held, STAGES=t.stages, NEGATIVE=scale < 0, **more,
+        num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return outs, lses
 
 
 def merge_chosen(outs: Tensor, lses: Tensor, places: Tensor, firsts: Tensor) -> Tensor:

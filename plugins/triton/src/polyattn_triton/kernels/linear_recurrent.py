@@ -155,10 +155,12 @@ def recurrent(
     parents: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     every: bool = False,
+    cut: tuple[int, int] | None = None,
 ) -> None:
     """Write `out` and `last`, see `polyattn.contract.LinearForward`. Rows have a dense last axis. turned: VK.
 
-    last: the new states, [N, ...] or the pool; with `every` [B, T, ...].
+    last: the new states, [N, ...] or the pool; with `every` [B, T, ...]. cut: columns of a state in a
+    program, and its warps.
     """
     (B, T, H_v, D_V), (H, D) = value.shape, query.shape[2:]
     count = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -166,8 +168,8 @@ def recurrent(
         return
     K = triton.next_power_of_2(D)
     # The interpreter takes as long for a large tile as for a small one.
-    N = max(min(triton.next_power_of_2(D_V), _TILE // K if not runtime.INTERPRETED else D_V), 16)
-    N = triton.next_power_of_2(N)
+    N, warps = cut or (max(_TILE // K if not runtime.INTERPRETED else D_V, 16), 4)
+    N = triton.next_power_of_2(min(N, max(triton.next_power_of_2(D_V), 16)))
     first, nothing = state, query
     state = last if state is None else state
     axes = (-1, -2) if turned else (-2, -1)
@@ -184,5 +186,5 @@ def recurrent(
             *out.stride()[:3], *before, *after, *((0, 0) if parents is None else parents.stride()), T, scale, bound,
             float(beta_range), D=D, D_V=D_V, K=K, N=N, GROUP=H_v // H, FIRST=first is not None,
             SLOTS=slots is not None, PACKED=cu_seqlens is not None, TREE=parents is not None, **given,
-            num_warps=4,
+            num_warps=warps,
         )  # fmt: skip
