@@ -119,6 +119,7 @@ def test_vllm_gets_its_own_words(run: Run) -> None:
         (("--json",), 2, "add --dry-run"),
         (("--mem-fraction-static", "1.5"), 2, "give a share between 0 and 1"),
         (("--context-length", "0"), 2, "--context-length 0: give 1 or more"),
+        (("--max-queued-requests", "-1"), 2, "--max-queued-requests -1: give 0 or more"),
         (("--speculative-num-steps", "2"), 2, "give --speculative-draft-model-path too"),
         (("--attention-backend", "fa33"), 4, "fa3"),
     ],
