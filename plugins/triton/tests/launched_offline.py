@@ -306,12 +306,10 @@ def _chosen(problem: Problem) -> None:
     query, key, value = (_tensor(problem, 2, 600, H, d).transpose(1, 2) for H, d in ((H_q, D), (H_kv, D), (H_kv, D_v)))
     for count in (6, 2):
         sizes = torch.full((count,), 600 // count, dtype=torch.int32)
-        means, own = torch.zeros(2, H_kv, count, D), torch.arange(600) // (600 // count)
-        chosen, queries, firsts = chunks.choose(query, means, own, 2, None)  # type: ignore[misc]
-        pairs = (queries, torch.zeros_like(queries), torch.full((2, H_q, count + 1), 200, dtype=torch.int32))
-        lists = (own.to(torch.int32), sizes.cumsum(0, dtype=torch.int32) - sizes, sizes)
-        outs, lses = chunks.attend_chosen(query, key, value, pairs, lists, longest=600 // count, scale=0.1)
-        chunks.merge_chosen(outs, lses, chosen, firsts)
+        means, own = torch.zeros(2, H_kv, count, D), (torch.arange(600) // (600 // count)).to(torch.int32)
+        lists = (own, sizes.cumsum(0, dtype=torch.int32) - sizes, sizes, own)
+        chunks.attend_chosen(query, key, value, means, lists, 600 // count, 2, None, 0.1, None)
+    chunks.choose(query, means, own, 2, None)
 
 
 def _linear(problem: Problem) -> None:
