@@ -335,7 +335,7 @@ def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(lens: Lengths) -> None:
 
 @pytest.mark.parametrize("window", [(-1, 0), (700, 0)], ids=str)
 def test_batch_invariant_parts_follow_from_their_sequence_alone(window: tuple[int, int]) -> None:
-    """With 64 keys a block, as on a large device. A short sequence is cut as fine as it pays, a long one in 16 parts."""
+    """With 64 keys a block, as on a large device. A short sequence is cut as fine as it pays, a long one in 16."""
     lengths = (1, 129, 2048, 2049, 40000)
 
     def cuts(lens: tuple[int, ...], most: int) -> list[list[tuple[int, int]]]:

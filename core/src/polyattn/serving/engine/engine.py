@@ -588,8 +588,8 @@ def _check_invariant(config: EngineConfig, runner: Runner) -> None:
         )
     if len(attention_layers(runner.layers)) < len(runner.layers):
         raise InvalidInputError(
-            "EngineConfig batch_invariant=True, and the model has layers that keep a state (linear attention), whose "
-            "kernels promise no such thing; leave it out"
+            "EngineConfig batch_invariant=True, and the model has layers that keep a state (linear attention), of "
+            "which it is not asked; leave it out"
         )
 
 
