@@ -38,9 +38,9 @@ SHARED_MEMORY = {
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
-    (chunks of few keys, and of many), extend, decode, write (rows to a cache, and the merge of partial results), gdn and
-    kda (chunks forward and backward; H_q heads of values) or latent, whose dims are (D_c, D_r) and whose rows are of 656
-    bytes with kv_dtype fp8_e4m3.
+    (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged), gdn and
+    kda (chunks forward and backward; H_q heads of values) or latent, whose dims are (D_c, D_r) and whose rows are of
+    656 bytes with kv_dtype fp8_e4m3.
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
