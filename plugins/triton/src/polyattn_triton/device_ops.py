@@ -95,4 +95,5 @@ class BlockOps:
     cluster_means = staticmethod(clusters.cluster_means)
     listed = staticmethod(clusters.listed)
     choose = staticmethod(chunks.choose)
+    attend_chosen = staticmethod(chunks.attend_chosen)
     merge_chosen = staticmethod(chunks.merge_chosen)

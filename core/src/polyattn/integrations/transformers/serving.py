@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import GraphError, InvalidInputError, UnsupportedRequestError
+from ...errors import InvalidInputError, UnsupportedRequestError
 from ...serving.layer import AttentionLayer, StateLayer
 from ...serving.mla import LatentAttention
 from ...serving.recurrent import RecurrentLayers
 from ..common.keywords import asked_by
 from .chunks import Turning, chunks_of
+from .images import Tower, no_images_because
 from .latent import LatentModule, Replacement, latent_modules
 from .latent_check import lists_tokens, looks_latent, takes_no_positions
 from .probing import attending, configs_of, probe, reading
@@ -54,7 +55,8 @@ class CausalLMRunner:
     Attributes:
         layers: its attention layers, in the order of the pass, and then those of linear attention, `recurrent`.
         turning: of a model of dual chunk attention (its config has a `dual_chunk_attention_config`), None of others.
-        replaced: the latent modules whose forward is replaced while a step runs. vocab_size, max_positions (0 = not
+        replaced: the latent modules whose forward is replaced while a step runs. encode: computes the images of a
+            prompt, None where it reads none. vocab_size, max_positions (0 = not
             said), dtype, device: of the model.
 
     Raises:
@@ -79,6 +81,7 @@ class CausalLMRunner:
         if self.replaced:
             attention = tuple(entry.layer for entry in self.replaced)
         self.layers: tuple[AttentionLayer | StateLayer, ...] = (*attention, *self.recurrent)
+        self.encode = None if no_images_because(model) else Tower(model).encode
         self.picks = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
@@ -100,9 +103,20 @@ class _Serving:
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, batch: ForwardBatch, steps: Sequence[Step]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor | None,
+        batch: ForwardBatch,
+        steps: Sequence[Step],
+        inserts: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
-        runner, options = self.runner, {}
+        runner, options = self.runner, {"input_ids": input_ids[None]}
+        if inserts:
+            embeddings = runner.model.get_input_embeddings()(input_ids)
+            for at, features in inserts:
+                embeddings[at] = features.to(embeddings.dtype)
+            options = {"inputs_embeds": embeddings[None]}
         if keep is not None and runner.picks:
             options["logits_to_keep"] = keep
         replaced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -113,19 +127,12 @@ class _Serving:
             positions = runner.turning.plan(positions)
         recurrent: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.recurrent is not None:
-            if not steps:
-                raise GraphError(
-                    f"{type(runner.model).__name__} has layers of linear attention, whose steps are not recorded; "
-                    "build the engine with graphs=False"
-                )
-            self.recurrent.plan(batch, steps)
+            self.recurrent.plan(batch, steps or self.backend.steps)
             recurrent = calling(runner.model, _Recurrent(self.recurrent, runner.recurrent))
         with attending(runner.configs, SERVING), replaced, recurrent:
             token = _step.set(self)
             try:
-                out: Tensor = runner.model(
-                    input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
-                ).logits[0]
+                out: Tensor = runner.model(position_ids=positions.unsqueeze(-2), use_cache=False, **options).logits[0]
             finally:
                 _step.reset(token)
         return out if keep is None or runner.picks else out[keep]
