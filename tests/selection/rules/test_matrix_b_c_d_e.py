@@ -2,7 +2,7 @@
 
 Each cell reads "published: here". Published: yes, no, or what its page says. Here: `native` (the kernel does it),
 `lowered` (an exact rewrite does it, named in the selection), or `refused` (with a reason). A published yes is never
-refused, but for latent rows in FP4, which polyattn has no format for (S9); a published no may be exceeded.
+refused; a published no may be exceeded. docs/hosts.md shows the cells of B and C (docs/tables.py).
 """
 
 from __future__ import annotations
