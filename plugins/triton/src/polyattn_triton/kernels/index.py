@@ -76,10 +76,8 @@ def index_scores(
     scores = query.new_empty(T, columns * page, dtype=torch.float32)
     rows, factors, fp8 = cache, cache, cache.dtype == torch.uint8
     if fp8:
-        rows, factors = (
-            as_stored(cache[..., :D].view(torch.float8_e4m3fn), "fp8_e4m3"),
-            cache[..., D:].view(torch.float32),
-        )
+        rows = as_stored(cache[..., :D].view(torch.float8_e4m3fn), "fp8_e4m3")
+        factors = cache[..., D:].view(torch.float32)
     if query.stride(2) != 1:
         query = query.contiguous()
     if weights.stride(1) != 1:
@@ -92,7 +90,7 @@ def index_scores(
                 query, weights, rows, factors, page_table, seq_lens, cu_seqlens_q, scores,
                 query.stride(0), query.stride(1), weights.stride(0), rows.stride(0), rows.stride(1), factors.stride(0),
                 factors.stride(1), page_table.stride(0), scores.stride(0),
-                HEADS=heads, PAGE=page, D=D, H=max(power_of_2(heads), 16), C=max(power_of_2(D), 16), N=KEYS, TOKENS=some,
-                FP8=fp8, num_warps=8 if heads > 32 else 4, num_stages=2,
+                HEADS=heads, PAGE=page, D=D, H=max(power_of_2(heads), 16), C=max(power_of_2(D), 16), N=KEYS,
+                TOKENS=some, FP8=fp8, num_warps=8 if heads > 32 else 4, num_stages=2,
             )  # fmt: skip
     return scores
