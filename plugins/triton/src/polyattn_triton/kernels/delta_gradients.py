@@ -23,7 +23,7 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from polyattn_triton.kernels.delta_chunks import Cut, Prepared, cut_for, level, numbers, place, through
+from polyattn_triton.kernels.delta_chunks import Cut, Prepared, cut_for, level, near_blocks, numbers, place, through
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
 
@@ -173,7 +173,14 @@ def _collected(
                 kept = kept * tl.exp(end) + tl.sum(k_wide * older, 0)
                 dq += same * k_wide
                 older += same * q_wide
-                for n in range(LEVELS):
+                n_near, pairs, to, fro = near_blocks(G, C, W, LEVELS, dtype)
+                P_here, L_here = cast(tl.where(pairs, dP, 0.0), dtype), cast(tl.where(pairs, dL, 0.0), dtype)
+                k_from = k_wide * fro
+                dq += to * dot(P_here, cast(k_from, dtype))
+                younger += to * dot(L_here, cast(k_from * weight[:, None], dtype))
+                older += fro * dot(tl.trans(P_here), cast(q_wide * to, dtype))
+                back += fro * dot(tl.trans(L_here), cast(k_wide * to, dtype))
+                for n in range(n_near, LEVELS):
                     pairs, factor = level(G, n, C, W)
                     k_here, q_here = cast(k_wide * factor, dtype), cast(q_wide * factor, dtype)
                     P_here, L_here = cast(tl.where(pairs, dP, 0.0), dtype), cast(tl.where(pairs, dL, 0.0), dtype)
