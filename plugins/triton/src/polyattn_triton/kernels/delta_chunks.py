@@ -118,7 +118,7 @@ def _inverse(M, C: tl.constexpr, LEVELS: tl.constexpr, half: tl.constexpr):
     return X
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "steps", "scale", "bound", "beta_range"])
+@triton.jit(do_not_specialize=["tokens", "sequences", "steps", "size", "scale", "bound", "beta_range"])
 def _prepare(
     query, key, gate, beta, a_log, dt_bias, starts, inverse, seen, sums, betas, norms, rows, ends,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, b_b, b_t, b_h, tokens, sequences, steps, size, scale, bound,
