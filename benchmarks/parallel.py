@@ -1,33 +1,38 @@
 """Layers over several devices, timed on the GPUs of one host beside what they are made of, and beside torch's own.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --out parallel.json
+    torchrun --nproc-per-node 4 benchmarks/parallel.py --tokens 75600 115200 --video --out parallel-4.json
     torchrun --nproc-per-node 2 benchmarks/parallel.py --small      # on two CPU processes: that it runs
+    python benchmarks/parallel.py --render FILE...                  # result files as the tables of docs/benchmarks.md
 
-All rows of a size are timed in rounds, in another order each, the same on all ranks; a time is the median over rounds
-of the slowest rank. Ratios are of this run alone. `--trace FILE` writes a trace of a ring, and says how much
-of its transfers kernels hid. Correctness has a program of its own: tests/distributed/job.py.
+Nothing is timed before every mesh has given what one device gives, forward and backward, with text before and behind,
+and with eight query heads to a key head. All rows of a size are timed in rounds, in another order each, the same on
+all ranks; a time is the median over rounds of the slowest rank. Ratios are of this run alone. `--trace FILE` writes
+a trace of a ring, and says how much of its transfers kernels hid. tests/distributed/job.py checks far more.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
-import random
-import statistics
-import time
-from collections.abc import Callable, Iterator
+import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 import torch.distributed as dist
+from ranks.checks import FAR, checked
+from ranks.job import D, H, Inside, Job, Row, Rows, backward_of, no_grad
 from torch import Tensor
 
 import polyattn
-from polyattn.distributed import init_mesh
-from polyattn.nn import RingAttention, UlyssesAttention
+from polyattn.distributed.costs import Shape, cost
+from polyattn.errors import PolyattnError
+from polyattn.nn import RingAttention, USPAttention
 from polyattn.serving.attention.backend import AttentionBackend
 from polyattn.serving.attention.workspace import Limits
 from polyattn.serving.kv_cache.pages import PageAllocator
@@ -36,84 +41,9 @@ from polyattn.serving.layer import AttentionLayer
 from polyattn.serving.step.batch import ForwardBatch, ForwardMode
 from polyattn.serving.step.requests import RequestTable
 
-H, D, ROUNDS, CALLS = 24, 128, 7, 3
-Row = Callable[[], Any]
-Rows = dict[str, Row]
-Inside = dict[str, Callable[[], contextlib.AbstractContextManager[None]]]
-"""Rows that are called in a context, which is entered before the clock starts."""
-
-
-class Job:
-    """The rank, its device, and the mesh of all ranks as each layer takes it."""
-
-    def __init__(self, *, small: bool) -> None:
-        self.cuda = torch.cuda.is_available() and not small
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cuda", self.rank) if self.cuda else torch.device("cpu")
-        if self.cuda:
-            torch.cuda.set_device(self.device)
-        self.ulysses = init_mesh(ulysses=self.world, device_type=self.device.type)["ulysses"]
-        self.ring = init_mesh(ring=self.world, device_type=self.device.type)["ring"]
-
-    def wait(self) -> None:
-        """Until this device has done all of its work."""
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def tensors(self, tokens: int, heads: int = H, *, train: bool = False) -> list[Tensor]:
-        """q, k, v."""
-        dtype = torch.bfloat16 if self.cuda else torch.float32
-        return [
-            torch.randn(1, tokens, heads, D, device=self.device, dtype=dtype).requires_grad_(train) for _ in range(3)
-        ]
-
-    def timed(self, call: Row) -> float:
-        """Milliseconds of a call, of the slowest rank."""
-        self.wait()
-        dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        self.wait()
-        spent = torch.tensor([(time.perf_counter() - begin) / CALLS * 1e3], dtype=torch.float64)
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return float(spent)
-
-    def rows(self, rows: Rows, inside: Inside | None = None) -> dict[str, float]:
-        """All of them, warm and in rounds."""
-        around = {name: (inside or {}).get(name, contextlib.nullcontext) for name in rows}
-        for _ in range(2):
-            for name, call in rows.items():
-                with around[name]():
-                    call()
-        found: dict[str, list[float]] = {name: [] for name in rows}
-        order = random.Random(0)  # the same on all ranks
-        for _ in range(ROUNDS):
-            for name in order.sample(list(rows), len(rows)):
-                with around[name]():
-                    found[name].append(self.timed(rows[name]))
-        return {name: statistics.median(times) for name, times in found.items()}
-
-
-def backward_of(call: Callable[..., Tensor], inputs: list[Tensor]) -> Row:
-    """A forward and its backward."""
-    grad = torch.randn_like(call(*inputs).detach())
-
-    def run() -> None:
-        torch.autograd.grad(call(*inputs), inputs, grad)
-
-    return run
-
-
-def no_grad(call: Callable[..., Any], *inputs: Any, **given: Any) -> Row:
-    """A call without gradients."""
-
-    def run() -> None:
-        with torch.no_grad():
-            call(*inputs, **given)
-
-    return run
+TRAINING = ["cudnn", "triton"]
+VIDEO = {256: (4, 8, 8), 75_600: (21, 45, 80), 115_200: (32, 45, 80)}
+"""Tokens -> the grid of a video that has them."""
 
 
 @contextlib.contextmanager
@@ -126,6 +56,11 @@ def torchs_own(job: Job, backend: Any) -> Iterator[None]:
     one = [torch.zeros(2 * job.world, device=job.device)]
     with torch.nn.attention.sdpa_kernel(backend), context_parallel(job.ring, buffers=one, buffer_seq_dims=[0]):
         yield
+
+
+def _sdpa(*inputs: Tensor) -> Tensor:
+    """torch's function, by its name at the call: its context parallelism puts another one there."""
+    return torch.nn.functional.scaled_dot_product_attention(*inputs)
 
 
 def transfers(job: Job, shard: list[Tensor]) -> Rows:
@@ -147,55 +82,96 @@ def transfers(job: Job, shard: list[Tensor]) -> Rows:
     }
 
 
-def at(job: Job, tokens: int, *, with_torch: bool) -> dict[str, Any]:
+def trained(job: Job, tokens: int, backends: list[str]) -> dict[str, dict[str, float]]:
+    """Forward and backward by each backend that trains here: one device, and each mesh."""
+    part, found = tokens // job.world, {}
+    lengths = (part,) * job.world
+    shard, whole = job.tensors(part, train=True), job.tensors(part * job.world, train=True)
+    for backend in (None, *backends):
+        try:
+            rows = {"one device": backward_of(functools.partial(polyattn.attention, backend=backend), whole)}
+            for name, layer in job.layers(backend=backend).items():
+                rows[name] = backward_of(functools.partial(layer, lengths=lengths), shard)
+        except PolyattnError as error:  # on all ranks alike: what is installed is
+            if job.rank == 0:
+                print(f"not trained by {backend}: {error}")
+            continue
+        step = polyattn.bind_part(backend=backend)
+        served = polyattn.explain(polyattn.attention, *whole, backend=backend).id, polyattn.explain(step, *shard).id
+        found[f"{backend or 'the choice'} ({served[0]}, a ring by {served[1]})"] = job.rows(rows)
+    return found
+
+
+def at(job: Job, tokens: int, train: list[str]) -> dict[str, Any]:
     """All rows of a length, and their ratios."""
     part, heads = tokens // job.world, H // job.world
     lengths = (part,) * job.world
     shard, whole, few = job.tensors(part), job.tensors(part * job.world), job.tensors(part * job.world, heads)
-    ulysses, ring = UlyssesAttention(job.ulysses), RingAttention(job.ring)
-    step = polyattn.bind_part(backward=False)
+    layers, step = job.layers(), polyattn.bind_part(backward=False)
     rows: Rows = {
         "one device": no_grad(polyattn.attention, *whole),
         "kernel of Ulysses": no_grad(polyattn.attention, *few),
-        "step of a ring": lambda: step.forward(*shard),
-        "Ulysses": no_grad(ulysses, *shard, lengths=lengths),
-        "Ulysses, lengths told each time": no_grad(ulysses, *shard),
-        "ring": no_grad(ring, *shard, lengths=lengths),
+        "step of a ring": functools.partial(step.forward, *shard),
+        **{name: no_grad(layer, *shard, lengths=lengths) for name, layer in layers.items()},
+        "Ulysses, lengths told each time": no_grad(layers["Ulysses"], *shard),
         **transfers(job, shard),
     }
     inside: Inside = {}
-    if with_torch:
-        heads_first = [one.transpose(1, 2).contiguous() for one in shard]
-        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION") if job.cuda else ("FLASH_ATTENTION",):
-            row = f"torch context_parallel, {name}"
-            rows[row] = no_grad(torch.nn.functional.scaled_dot_product_attention, *heads_first)
-            inside[row] = functools.partial(torchs_own, job, getattr(torch.nn.attention.SDPBackend, name))
+    heads_first = [one.transpose(1, 2).contiguous() for one in shard]
+    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION") if job.cuda else ("FLASH_ATTENTION",):
+        row = f"torch context_parallel, {name}"
+        rows[row] = no_grad(_sdpa, *heads_first)
+        inside[row] = functools.partial(torchs_own, job, getattr(torch.nn.attention.SDPBackend, name))
     found = job.rows(rows, inside)
-    del whole, few, shard
-    shard, whole = job.tensors(part, train=True), job.tensors(part * job.world, train=True)
-    trained = {
-        "one device": backward_of(polyattn.attention, whole),
-        "Ulysses": backward_of(lambda *own: ulysses(*own, lengths=lengths), shard),
-        "ring": backward_of(lambda *own: ring(*own, lengths=lengths), shard),
-    }
-    both = job.rows(trained)
+    del whole, few, shard, rows
+    both = trained(job, tokens, train)
     exchange, one = found["exchange of a tensor"], found["one device"]
+    fastest = {row: min(times[row] for times in both.values()) for row in ("one device", *layers)}
     return {
         "tokens": tokens,
         "forward_ms": found,
         "forward_and_backward_ms": both,
+        "predicted_ms": {
+            name: cost(Shape(tokens, H, H, D), ring, ulysses).time * 1e3 for name, (ring, ulysses) in job.sizes.items()
+        },
         "ratios": {
             "Ulysses / (kernel + 4 exchanges), at most 1.06": found["Ulysses"]
             / (found["kernel of Ulysses"] + 4 * exchange),
             "ring / its steps, at most 1.08": found["ring"] / (job.world * found["step of a ring"]),
-            "one device / Ulysses": one / found["Ulysses"],
-            "one device / ring": one / found["ring"],
-            "forward and backward, one device / Ulysses": both["one device"] / both["Ulysses"],
-            "forward and backward, one device / ring": both["one device"] / both["ring"],
+            **{f"one device / {name}": one / found[name] for name in layers},
+            **{f"forward and backward, one device / {name}": fastest["one device"] / fastest[name] for name in layers},
         },
         "served_by": polyattn.explain(polyattn.attention, *job.tensors(part * job.world, heads)).id,
         "step_served_by": polyattn.explain(step, *job.tensors(part)).id,
     }
+
+
+def video(job: Job, tokens: int) -> dict[str, Any]:
+    """VSA at a sparsity of 0.9 by one device, and under Ulysses."""
+    name, grid = "video_sparse_attn", VIDEO[tokens]
+    polyattn.configure(attention_backend_config={name: {"sparsity": 0.9, "coarse": "off"}})
+    part = tokens // job.world
+    place = polyattn.video.place(grid=grid)
+    layer = USPAttention(job.meshes["Ulysses"], backend=name)
+    whole = job.tensors(tokens)
+    shard = job.tensors(part)
+    right = polyattn.attention(*whole, backend=name, place=place)
+    mine = slice(job.rank * part, (job.rank + 1) * part)
+    for one in whole:
+        dist.broadcast(one, 0)
+    right = polyattn.attention(*whole, backend=name, place=place)[:, mine]
+    got = layer(*(one[:, mine].contiguous() for one in whole), place=place)
+    far = float((got.float() - right.float()).norm() / right.float().norm())
+    if far > FAR[got.dtype]:
+        raise SystemExit(f"VSA under Ulysses: {far:.1e} from one device: it is not timed")
+    rows = {
+        "one device, dense": no_grad(polyattn.attention, *whole),
+        "one device": no_grad(polyattn.attention, *whole, backend=name, place=place),
+        "Ulysses": no_grad(layer, *shard, lengths=(part,) * job.world, place=place),
+    }
+    found = job.rows(rows)
+    polyattn.configure()
+    return {"tokens": tokens, "ms": found, "error": far, "one device / Ulysses": found["one device"] / found["Ulysses"]}
 
 
 def decoder(job: Job, keys: int, mesh: Any = None) -> Row:
@@ -220,23 +196,24 @@ def decoder(job: Job, keys: int, mesh: Any = None) -> Row:
 
 
 def decoding(job: Job, keys: int) -> dict[str, Any]:
-    """A decode step over the ranks, beside one device and what ranks exchange."""
+    """A decode step over the ranks, beside one device and what ranks exchange: as calls, and recorded in a graph."""
     result = torch.zeros(1, 32, D + 1, device=job.device)
-    parts = [torch.empty_like(result) for _ in range(job.world)]
+    parts = result.new_empty(job.world, 32, D + 1)
+    steps: Rows = {
+        "one device": decoder(job, keys),
+        "this rank's keys": decoder(job, keys // job.world),
+        "over the ranks": decoder(job, keys // job.world, job.ring),
+        "exchange": lambda: dist.all_gather_into_tensor(parts, result, group=job.ring.get_group()),
+    }
+    found: dict[str, Any] = {"keys": keys}
     with torch.no_grad():
-        found = job.rows(
-            {
-                "one device": decoder(job, keys),
-                "this rank's keys": decoder(job, keys // job.world),
-                "over the ranks": decoder(job, keys // job.world, job.ring),
-                "exchange": lambda: dist.all_gather(parts, result, group=job.ring.get_group()),
-            }
-        )
-    most = found["one device"] / job.world + 1.1 * found["exchange"]
-    return {
-        "keys": keys,
-        "ms": found,
-        "over the ranks / (a share of one device + 1.1 exchange), at most 1": found["over the ranks"] / most,
+        found["ms"] = job.rows(steps)
+        if job.cuda:
+            found["ms in a graph"] = job.rows({name: job.recorded(step) for name, step in steps.items()})
+    times = found.get("ms in a graph", found["ms"])
+    most = times["one device"] / job.world + 1.1 * times["exchange"]
+    return found | {
+        "over the ranks / (a share of one device + 1.1 exchange), at most 1": times["over the ranks"] / most
     }
 
 
@@ -250,46 +227,106 @@ def traced(job: Job, tokens: int, file: Path) -> dict[str, float]:
         call()
     job.wait()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call()
+        for _ in range(5):  # the host is late for the first only
+            call()
         job.wait()
     if job.rank == 0:
         seen.export_chrome_trace(str(file))
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for one in seen.events():
-        if one.device_type == torch.autograd.DeviceType.CUDA:
-            spans["nccl" in one.name.lower()].append((one.time_range.start, one.time_range.end))
-    total = sum(end - begin for begin, end in spans[True])
-    hidden = sum(
-        max(0.0, min(end, stop) - max(begin, start)) for begin, end in spans[True] for start, stop in spans[False]
+    return overlap(file) if job.rank == 0 else {}
+
+
+def overlap(file: Path) -> dict[str, float]:
+    """The milliseconds of NCCL's kernels in a trace, and the share of them during which another kernel ran."""
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    kernels = [one for one in events if one.get("cat") == "kernel"]
+    moving, others = (
+        sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels if ("nccl" in one["name"].lower()) == wanted)
+        for wanted in (True, False)
     )
+    total = sum(end - begin for begin, end in moving)
+    hidden, done = 0.0, float("-inf")
+    for start, stop in others:  # kernels may run beside each other: what one has hidden does not count again
+        start, done = max(start, done), max(stop, done)
+        hidden += sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in moving)
     return {"transfers_ms": total / 1e3, "hidden_share": hidden / total if total else 0.0}
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """A result file as the tables of docs/benchmarks.md."""
+    lines = [f"{report.caption(result)}; {result['ranks']} ranks, {result['shape']}.", ""]
+    sizes = result["sizes"]
+    head = [f"{one['tokens']:,}" for one in sizes]
+    lines += [f"| ms at so many tokens | {' | '.join(head)} |", f"|---|{'---:|' * len(sizes)}"]
+    for row in sizes[0]["forward_ms"]:
+        cells = [_ms(one["forward_ms"][row], one["predicted_ms"].get(row)) for one in sizes]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    for backend, times in sizes[0]["forward_and_backward_ms"].items():
+        for row in times:
+            cells = [_ms(one["forward_and_backward_ms"].get(backend, {}).get(row)) for one in sizes]
+            lines.append(f"| forward and backward by {backend}: {row} | {' | '.join(cells)} |")
+    for row in sizes[0]["ratios"]:
+        cells = [f"{one['ratios'][row]:.3f}" for one in sizes]
+        lines.append(f"| **{row}** | {' | '.join(cells)} |")
+    decode = result["decode"]
+    bar = next(name for name in decode if name.startswith("over the ranks"))
+    for kind in ("ms", "ms in a graph"):
+        if kind in decode:
+            times = ", ".join(f"{name} {ms:.3f}" for name, ms in decode[kind].items())
+            lines += ["", f"A decode step, {decode['keys']:,} keys, {kind}: {times}."]
+    lines += [f"{bar[0].upper()}{bar[1:]}: {decode[bar]:.2f}."]
+    for video in result["video"]:
+        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in video["ms"].items())
+        lines.append(f"VSA at 0.9, {video['tokens']:,} tokens: {times}: {video['one device / Ulysses']:.2f} times.")
+    if result.get("trace"):
+        trace = result["trace"]
+        lines.append(
+            f"Trace of a ring: {trace['transfers_ms']:.2f} ms of transfers, kernels ran in {trace['hidden_share']:.0%}."
+        )
+    return "\n".join(lines)
+
+
+def _ms(ms: float | None, predicted: float | None = None) -> str:
+    said = "" if ms is None else f"{ms:.2f}"
+    return said if predicted is None else f"{said} ({predicted:.2f} predicted)"
+
+
 def main() -> None:
-    """Time all sizes; rank 0 prints and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Time all sizes; rank 0 prints, and writes the result file."""
+    parser = report.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32_760, 75_600])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--train", nargs="*", default=TRAINING, help="backends that train by name, beside the choice")
+    parser.add_argument("--video", action="store_true", help="VSA under Ulysses too, for lengths of known videos")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU")
-    given = parser.parse_args()
+    given = report.arguments(parser, markdown)
+    if given is None:
+        return
     job = Job(small=given.small)
     sizes = [256] if given.small else given.tokens
+    words = shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *report.asked(sys.argv[1:])])
+    command = f"torchrun --nproc-per-node {job.world} {words}"
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if job.cuda else "cpu",
+        **report.stamp("parallel", job.device),
+        "command": command,
         "ranks": job.world,
-        "torch": torch.__version__,
         "shape": f"B1 H{H} D{D}",
-        "sizes": [at(job, size, with_torch=True) for size in sizes],
+        "errors": checked(job),
+        "sizes": [],
+        "video": [],
     }
+    if job.rank == 0:
+        print(f"the largest errors beside one device: {result['errors']}", flush=True)
     result["decode"] = decoding(job, 1024 if given.small else 131_072)
     if given.trace:
         result["trace"] = traced(job, sizes[0], given.trace)
+    for tokens in sizes:
+        result["sizes"].append(at(job, tokens, given.train if job.cuda else []))
+        if given.video and tokens in VIDEO:
+            result["video"].append(video(job, tokens))
+        if job.rank == 0:
+            report.save(result, given.json)
     if job.rank == 0:
-        text = json.dumps(result, indent=1)
-        print(text)
-        if given.out:
-            given.out.write_text(text + "\n", encoding="utf-8")
+        report.finish(result, markdown, given.json)
     dist.destroy_process_group()
 
 

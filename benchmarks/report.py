@@ -15,7 +15,7 @@ import torch
 
 from polyattn.testing.machine import device_name, versions
 
-__all__ = ["arguments", "caption", "finish", "parser", "save", "stamp"]
+__all__ = ["arguments", "asked", "caption", "finish", "parser", "save", "stamp"]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -40,18 +40,18 @@ def stamp(name: str, device: torch.device | None = None, **more: str) -> dict[st
     device = device or torch.device("cpu")
     return {
         "benchmark": name,
-        "command": f"python {shlex.join(['benchmarks/' + Path(sys.argv[0]).name, *_asked(sys.argv[1:])])}",
+        "command": f"python {shlex.join(['benchmarks/' + Path(sys.argv[0]).name, *asked(sys.argv[1:])])}",
         "date": datetime.date.today().isoformat(),
         "machine": device_name(device),
         "versions": {**versions(device), **more},
     }
 
 
-def _asked(words: Sequence[str]) -> list[str]:
+def asked(words: Sequence[str]) -> list[str]:
     """What a command line asks to be measured: not where its result goes, nor whether one was begun before."""
     asked, words = [], iter(words)
     for word in words:
-        if word == "--json":
+        if word in ("--json", "--trace"):
             next(words, None)
         elif word != "--resume" and not word.startswith("--json="):
             asked.append(word)

@@ -103,6 +103,11 @@ def test_hidden_devices_are_no_error(visible: str) -> None:
     python(LIST_ALL, **hidden)
 
 
+def test_a_public_module_is_an_attribute_of_the_package() -> None:
+    rooms = ["adapters", "contract", "distributed", "integrations", "nn", "serving", "testing", "tuning", "video"]
+    python("; ".join(["import polyattn", *(f"assert polyattn.{name}.__name__" for name in rooms)]))
+
+
 def test_import_time_is_reported_beside_pluggy() -> None:
     script = ROOT / "benchmarks" / "import_time.py"
     done = subprocess.run([sys.executable, script, "--runs", "1", "--json"], capture_output=True, text=True, check=True)

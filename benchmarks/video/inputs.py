@@ -26,6 +26,7 @@ class Row:
         inputs: {} = normal; else centres, strength, spread and region of planted clusters (`planted`).
         layers: whose calls are timed together. samples: places of a strategy file that are.
         density: what the bar is for; 0 = any. branch: a word in the names of a branch's kernels, which are no map.
+        attention: names of kernels that are attention itself, of a method that makes no calls of families.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     samples: int = 0
     density: float = 0.0
     branch: str = ""
+    attention: tuple[str, ...] = ()
     must: float | None = None
     stretch: float | None = None
     rest: float | None = None
@@ -189,7 +191,9 @@ class Call:
     def forward(self) -> Tensor:
         some = self.sets[self._number % len(self.sets)]
         self._number += 1
-        return [polyattn.attention(*some, backend=self.row.method, place=place) for place in self.places][-1]
+        for place in self.places:
+            out = polyattn.attention(*some, backend=self.row.method, place=place)  # one result at a time has memory
+        return out
 
     def __call__(self) -> Any:
         with torch.set_grad_enabled(self.backward):

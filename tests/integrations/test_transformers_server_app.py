@@ -118,6 +118,7 @@ def test_models_with_a_form_of_answers_stream_what_they_answer_in_one_piece(fold
     template = TEMPLATE + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
     with running(folder, qwen(folder), chat_template=template) as (_, client, _):
         whole = ask(client, tools=TOOLS, max_tokens=12).choices[0].message.content
+        assert "w1 w2" not in whole, "the prompt is no part of the answer"
         parts = [chunk.choices[0].delta.content or "" for chunk in ask(client, tools=TOOLS, max_tokens=12, stream=True)]
         assert "".join(parts).strip() == whole.strip()
         assert whole

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import polyattn
 from polyattn.errors import ConfigError, InvalidInputError
@@ -341,3 +342,42 @@ def test_steps_and_layers_share_their_graphs() -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, polyattn.video as v; v.place(layer=1); v.Run(steps=2).at(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+# Recomputation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_is_where_its_forward_was(reentrant: bool) -> None:
+    """Of several steps, in a backward of another thread, after the run."""
+    inputs = [t.requires_grad_() for t in tensors()]
+
+    def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = polyattn.attention(query, key, value, backend=NAME, place=place(layer=torch.tensor(1)))
+        return out
+
+    def passes(run: Run, call: Any) -> Tensor:
+        found = []
+        for step in range(3):  # the first step is dense, by the rule
+            with run.at(grid=GRID, step=step):
+                found.append(call(*inputs).square().sum() * (step + 1))
+        return torch.stack(found).sum()
+
+    with Run(steps=3, layers=2) as run:
+        right = torch.autograd.grad(passes(run, block), inputs)
+    given: dict[str, Any] = {"use_reentrant": False, "context_fn": polyattn.checkpoint_context_fn}
+    if reentrant:  # of torch's two ways the other one takes no contexts
+        given = {"use_reentrant": True}
+    with Run(steps=3, layers=2) as run:
+        loss = passes(run, lambda *some: checkpoint(block, *some, **given))
+    if reentrant:
+        with pytest.raises(InvalidInputError, match=r"context_fn=polyattn\.checkpoint_context_fn"):
+            loss.backward()
+        return
+    worker = threading.Thread(target=loss.backward)
+    worker.start()
+    worker.join()
+    for tensor, grad in zip(inputs, right, strict=True):
+        torch.testing.assert_close(tensor.grad, grad)
+    assert sum(row.calls for row in run.explain().rows) == 3
+    assert place(layer=1).grid is None  # nothing of it stays

@@ -137,14 +137,17 @@ def test_k_means_is_that_of_a_loop() -> None:
             def nearest(point: list[float], among: list[list[float]]) -> int:
                 return min(range(len(among)), key=lambda i: math.dist(point, among[i]))
 
-            for _ in range(rounds):
-                labels = [nearest(point, centroids) for point in data]
+            labels = [nearest(point, centroids) for point in data]
+            for number in range(rounds):
+                if number:
+                    labels = [nearest(point, centroids) for point in data]
                 for c in range(len(centroids)):
                     own = [point for point, label in zip(data, labels, strict=True) if label == c]
                     if own:
                         centroids[c] = [sum(column) / len(own) for column in zip(*own, strict=True)]
             torch.testing.assert_close(found.centroids[0, h], torch.tensor(centroids, dtype=torch.float64))
-            assert found.labels[0, h].tolist() == [nearest(point, centroids) for point in data]
+            # Of the last round: the centroids are the means of these.
+            assert found.labels[0, h].tolist() == labels
     assert torch.equal(k_means(points, start, 500).centroids, k_means(points, start, 900).centroids)
 
 

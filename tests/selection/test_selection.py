@@ -208,6 +208,21 @@ def test_every_other_evidence_will_do_and_is_told(evidence):
     assert (selection.backend, selection.evidence) == ("a", evidence)
 
 
+def test_evidence_of_one_family_shows_nothing_of_another():
+    """What ran on softmax is no reason to choose the same backend's linear attention by itself."""
+    families = ("dense", "linear")
+    takes = provider("own", {"family": families, "dtype": REQUEST.dtype, "head_dim": Range(1, 256), "method": True})
+    made = offer("shown", takes, evidence="hardware", priority=9)
+    info = dataclasses.replace(made.info, evidence="declared")
+    shown = dataclasses.replace(made, info=info, families=("dense", "varlen"))
+    plain = offer("plain", takes, evidence="emulator")
+    linear = dataclasses.replace(REQUEST, family="linear")
+    assert chosen(shown, plain).backend == "shown"
+    assert chosen(shown, plain).evidence == "hardware"
+    assert chosen(shown, plain, request=linear).backend == "plain"
+    assert chosen(shown, plain, request=linear, choice=asked("shown")).evidence == "declared"
+
+
 def test_nobody_may_be_picked_but_somebody_can_be_asked():
     offers = (offer("declared", evidence="declared"), offer("lossy", priority=None))
     with pytest.raises(UnsupportedRequestError, match="By name these can: declared, lossy"):

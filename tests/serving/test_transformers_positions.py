@@ -103,13 +103,6 @@ def test_compressed_keys() -> None:
         CausalLMRunner(made("DeepseekV4", **sizes))
 
 
-def test_dual_chunk_attention() -> None:
-    model = llama()
-    model.config.dual_chunk_attention_config = {"chunk_size": 64, "local_size": 16}
-    with pytest.raises(UnsupportedRequestError, match=r"LlamaForCausalLM has dual_chunk_attention_config: .*plain"):
-        CausalLMRunner(model)
-
-
 @pytest.mark.parametrize("wanted", [0, 513, True, 2.5])
 def test_max_positions_are_positions_of_the_model(wanted: Any) -> None:
     with pytest.raises(InvalidInputError, match=rf"max_positions={wanted}; a whole number from 1 to 512"):

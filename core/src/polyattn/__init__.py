@@ -52,14 +52,21 @@ _WHERE = {
     "register_plugin": "registry.manager",
 }
 
+_ROOMS = ("adapters", "contract", "distributed", "integrations", "nn", "serving", "testing", "tuning", "video")
+"""Public modules that an attribute of the package is enough for: `polyattn.video.Run` needs no import of its own."""
+
 __all__ = [*sorted(_WHERE), "__version__"]
 
 if TYPE_CHECKING:
+    from . import adapters as adapters
+    from . import contract as contract
+    from . import distributed as distributed
     from . import integrations as integrations
     from . import nn as nn
     from . import serving as serving
     from . import testing as testing
     from . import tuning as tuning
+    from . import video as video
     from .contract import AttentionRequest as AttentionRequest
     from .contract import KVPart as KVPart
     from .dispatch.block_sparse import block_sparse_attention as block_sparse_attention
@@ -105,7 +112,7 @@ if not TYPE_CHECKING:  # a checker would take every name for one that is here
 
     def __getattr__(name: str) -> Any:
         if name not in _WHERE:
-            if name in ("testing", "nn", "integrations", "serving", "tuning"):
+            if name in _ROOMS:
                 return _import_module(f".{name}", __name__)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

@@ -65,7 +65,7 @@ class TestRecords(AttentionRecords):
         Asked("hpc_ops group", "cuda:sm90", "hpc_ops", {**PAGED, "kv_heads": 32}, "group"),
         Asked("flashmla", "cuda:sm90", "flashmla", MLA),
         Asked("cutlass pages", "cuda:sm100", "cutlass_mla", {**MLA, "page_size": 64}, "page_size=64 is not 128"),
-        Asked("dsa wants its method", "cuda:sm90", "dsa", MLA, "method"),
+        Asked("dsa wants lists", "cuda:sm90", "dsa", MLA, "token_topk"),
         Asked(
             "fa4, 256 wide on Blackwell, the same bits in any batch",
             "cuda:sm100",

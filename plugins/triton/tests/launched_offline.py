@@ -37,9 +37,9 @@ SHARED_MEMORY = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), extend,
-    decode, gdn and kda (chunks forward and backward; H_q heads of values) or latent, whose dims are (D_c, D_r) and
-    whose rows are of 656 bytes with kv_dtype fp8_e4m3.
+    """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
+    (chunks of few keys, and of many), extend, decode, gdn and kda (chunks forward and backward; H_q heads of values) or
+    latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -299,6 +299,19 @@ def _sage(problem: Problem) -> None:
         eight_bits.attend(query, key, value, lists, scale=0.1)
 
 
+def _chosen(problem: Problem) -> None:
+    from polyattn_triton.kernels import chunks
+
+    (H_q, H_kv), (D, D_v) = problem.heads, problem.dims
+    query, key, value = (_tensor(problem, 2, 600, H, d).transpose(1, 2) for H, d in ((H_q, D), (H_kv, D), (H_kv, D_v)))
+    for count in (6, 2):
+        sizes = torch.full((count,), 600 // count, dtype=torch.int32)
+        means, own = torch.zeros(2, H_kv, count, D), (torch.arange(600) // (600 // count)).to(torch.int32)
+        lists = (own, sizes.cumsum(0, dtype=torch.int32) - sizes, sizes, own)
+        chunks.attend_chosen(query, key, value, means, lists, 600 // count, 2, None, 0.1, None)
+    chunks.choose(query, means, own, 2, None)
+
+
 def _linear(problem: Problem) -> None:
     from polyattn_triton.kernels import delta_chunks, delta_gradients
 
@@ -396,7 +409,7 @@ def _no_further() -> None:
         knobs.runtime.add_stages_inspection_hook = stages
 
 
-_CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse}
+_CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
 _CALLS |= {"gdn": _linear, "kda": _linear}
 
 

@@ -8,6 +8,9 @@ import types
 import pytest
 import torch
 
+import polyattn
+from polyattn.distributed.ranks import Ranks
+from polyattn.distributed.ring import merge_over
 from polyattn.registry import device_ops as registry
 from polyattn.registry.device_ops import device_ops
 from polyattn.serving import AttentionLayer, KVCacheConfig, KVPool
@@ -168,3 +171,29 @@ def test_float64_stays_with_core(monkeypatch):
     monkeypatch.setattr("polyattn.serving.kv_cache.pool.device_ops", lambda device_type: registry.device_ops("cuda"))
     pool = KVPool(LAYERS[:1], KVCacheConfig("fp8_e4m3", 4), 8, dtype=torch.float64, device=DEVICE)
     assert pool.writer(0) == "polyattn"
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 24), (2, 3, 4, 24)])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_results_of_ranks_are_merged(shape, sunk, monkeypatch):
+    """Two ranks, one after another: what travels is in float32, the result in the dtype of the call."""
+    outs = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2)]
+    lses = [torch.randn(shape[:-1], device=DEVICE) for _ in range(2)]
+    lses[1][..., 2] = -torch.inf
+    outs[1][..., 2, :] = 0
+    sinks = torch.randn(4, device=DEVICE) if sunk else None
+    found = []
+    for ops in (None, device_ops("cuda")):
+        monkeypatch.setattr("polyattn.distributed.ring.device_ops", lambda device_type, ops=ops: ops)
+
+        def gathered(parts, packed, group):
+            theirs = torch.cat([outs[1], lses[1].unsqueeze(-1)], -1)
+            parts.copy_(torch.cat([packed, theirs]))
+
+        monkeypatch.setattr("torch.distributed.all_gather_into_tensor", gathered)
+        found.append(merge_over(Ranks(size=2), outs[0], lses[0], sinks=sinks))
+    right = polyattn.merge([one.float() for one in outs], lses, sinks=sinks)
+    for out, lse in found:
+        assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(out.float(), right[0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse, right[1], atol=1e-5, rtol=1e-5)

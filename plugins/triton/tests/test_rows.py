@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
 from polyattn.contract import Like, Place
@@ -19,6 +20,7 @@ from polyattn.methods.video.vmoba import VMoBA, chunk_means, chunk_scores, selec
 from polyattn.methods.video.vsa import VideoSparse
 from polyattn.semantics.block_maps import lists_of
 from polyattn_triton.device_ops import BlockOps
+from polyattn_triton.kernels import chunks as chunk_kernels
 from polyattn_triton.kernels import rows as kernels
 
 GRID, TEXT = (5, 6, 9), (3, 6)
@@ -227,6 +229,40 @@ def test_flags_as_lists() -> None:
     assert torch.equal(counts, right_counts)
     there = torch.arange(1500) < counts[..., None]
     assert torch.equal(indices[there], right[there])
+
+
+class NoContents(TorchDispatchMode):
+    """Refuses reads of contents, and tensors of Python's numbers, which a captured graph cannot have."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "lift_fresh"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.2])
+@pytest.mark.parametrize("held", [128, 0])
+def test_queries_meet_the_chunks_that_they_chose(held: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks whose keys stay while queries pass, and chunks whose keys pass; more queries than a program takes."""
+    torch.manual_seed(12)
+    monkeypatch.setattr(chunk_kernels, "_HELD", held)
+    monkeypatch.setattr(chunk_kernels, "_TURNS", 2)
+    monkeypatch.setattr(chunk_kernels, "_ROWS", 2)
+    tokens, own = 150, (torch.arange(150) * 7 % 5).int()
+    q, k, v = (torch.randn(2, tokens, heads, 24).transpose(1, 2) for heads in (4, 2, 2))
+    order, sizes = own.argsort(stable=True).int(), own.bincount().int()
+    lists = (order, (sizes.cumsum(0) - sizes).int(), sizes, own)
+    means = torch.randn(2, 2, 5, 24)
+    with NoContents():
+        found = BlockOps.attend_chosen(q, k, v, means, lists, 30, 2, None, scale, None)
+    assert found is not None
+    out, counts = found
+    seen = select_chunks(q @ means.repeat_interleave(2, 1).mT, own.long(), 2, None, "query_head")
+    assert torch.equal(counts, seen.sum(2))
+    logits = scale * q.double() @ k.double().repeat_interleave(2, 1).mT
+    logits = logits.masked_fill(~seen[..., own], float("-inf"))
+    wanted = logits.softmax(-1) @ v.double().repeat_interleave(2, 1)
+    torch.testing.assert_close(out.transpose(1, 2).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.25, 0.7])

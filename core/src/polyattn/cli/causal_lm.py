@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from ..serving.recurrent import LinearChoice
 
 __all__ = [
+    "check_tower",
     "folder_of",
     "linear_choice",
     "load_config",
+    "load_images",
     "load_model",
     "load_tokenizer",
     "runner_of",
@@ -83,7 +85,8 @@ def load_model(path: Path, device: str, **options: Any) -> Any:
     Raises:
         ConfigError: there is none, it lacks weights, or the device is not here.
     """
-    model, loaded = _load("AutoModelForCausalLM", path, dtype="auto", output_loading_info=True, **options)
+    kind = "AutoModelForCausalLM" if _writes_alone(path, **options) else "AutoModelForImageTextToText"
+    model, loaded = _load(kind, path, dtype="auto", output_loading_info=True, **options)
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
             f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them, which would be random "
@@ -91,6 +94,45 @@ def load_model(path: Path, device: str, **options: Any) -> Any:
         )
     model.eval()
     return to_device(model, device)
+
+
+def _writes_alone(path: Path, **options: Any) -> bool:
+    """Tell whether a folder's model is a causal LM, and not one that transformers knows with its tower for images
+    only."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if not path.is_dir():
+        return True  # `_load` says so
+    kind = type(load_config(path, **options))
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def load_images(path: Path, model: Any, tokenizer: Any) -> tuple[Any, str]:
+    """Return what reads a model's prompts with images; None and the reason where nothing does.
+
+    Args:
+        path: of its folder. model, tokenizer: from there.
+    """
+    from ..integrations.transformers.images import ImageReader, no_images_because
+
+    if reason := no_images_because(model):
+        return None, reason
+    if not (path / "preprocessor_config.json").is_file():
+        return None, f"{path} has no preprocessor_config.json, which says how images become patches"
+    return ImageReader(model, tokenizer, _load("AutoImageProcessor", path)), ""
+
+
+def check_tower(given: Mapping[str, Any], why_not: str) -> None:
+    """Refuse a backend for a tower that nothing reaches.
+
+    Args:
+        given: the shared flags. why_not: why no image is read, "" = they are.
+
+    Raises:
+        ConfigError: there is no tower, and a flag names its backend.
+    """
+    if why_not and given["mm_attention_backend"] is not None:
+        raise ConfigError(f"--mm-attention-backend {given['mm_attention_backend']}: {why_not}; leave it out")
 
 
 def runner_of(model: Any, needed: int) -> Any:

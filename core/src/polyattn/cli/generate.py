@@ -18,8 +18,10 @@ from ..selection import overrides
 from ..user_files import MEGABYTE, read_text
 from . import pipelines
 from .causal_lm import (
+    check_tower,
     folder_of,
     linear_choice,
+    load_images,
     load_model,
     load_tokenizer,
     runner_of,
@@ -84,6 +86,14 @@ def generate(
             rich_help_panel=MODEL,
         ),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="An image that each prompt is about, for a model that reads some; may be repeated.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int,
         typer.Option(
@@ -142,19 +152,22 @@ def generate(
             "give --speculative-draft-model-path too, or leave them out"
         )
     from ..serving.engine import Engine, EngineConfig, SamplingParams  # it needs torch
-    from ..serving.kv_cache.pool import KVCacheConfig
+    from .serve_plan import cache_for
 
     params = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)  # checked before anything is loaded
     model, tokenizer = load_model(model_path, device), load_tokenizer(model_path)
     params = dataclasses.replace(params, stop_token_ids=stop_tokens_of(model))
-    ids = [tokenizer(text)["input_ids"] for text in prompts]
+    reader, why_not = load_images(model_path, model, tokenizer)
+    check_tower(given, why_not)
+    read = [_read(text, image or [], tokenizer, reader, why_not) for text in prompts]
+    ids = [one["input_ids"] for one in read]
     longest = max(map(len, ids)) + max_new_tokens
     needed = longest + (0 if draft is None else 3 if levels[0] is None else levels[0])
     runner = runner_of(model, needed)
     engine = Engine(
         runner,
         EngineConfig(
-            cache=KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or 16),
+            cache=cache_for(runner, settings, given),
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
             linear=linear_choice(given, runner),
@@ -164,7 +177,9 @@ def generate(
     )
     overrides.check_components()  # every layer is built: what reached none never will
     console = screen()
-    numbers = {engine.add(tokens, params)[0]: number for number, tokens in enumerate(ids)}
+    numbers = {
+        engine.add(one["input_ids"], params, media=one.get("media"))[0]: number for number, one in enumerate(read)
+    }
     said: list[_Said | None] = [None] * len(ids)
     start = time.perf_counter()
     with progress(console, quiet=as_json) as bar:
@@ -191,6 +206,27 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if not prompts:
         raise ConfigError("there is no prompt: give --prompt TEXT, or --prompt-file FILE with one per line")
     return prompts
+
+
+def _read(text: str, files: list[Path], tokenizer: Any, reader: Any, why_not: str) -> Mapping[str, Any]:
+    """Return the tokens of a prompt, and its images: with some it is a turn of a chat, images first."""
+    if not files:
+        return tokenizer(text)  # type: ignore[no-any-return]
+    if reader is None:
+        raise ConfigError(f"--image {files[0]}: {why_not}; leave it out, or choose another model")
+    if not tokenizer.chat_template:
+        raise ConfigError(f"--image {files[0]}: the tokenizer has no chat template, which says where images stand")
+    from PIL import Image, UnidentifiedImageError
+
+    parts: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            with Image.open(file) as opened:
+                parts.append({"type": "image", "image": opened.convert("RGB")})
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as exc:
+            raise ConfigError(f"--image {file}: {exc}; give a file with an image, such as a .png or .jpg") from exc
+    turn = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    return reader.apply_chat_template(turn, add_generation_prompt=True)  # type: ignore[no-any-return]
 
 
 def _run(engine: Engine, tell: Any) -> Iterable[Output]:

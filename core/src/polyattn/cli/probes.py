@@ -319,24 +319,31 @@ def _pages(plain: Mapping[Place, Lowerings]) -> str:
 LINEAR_PHASES: dict[str, dict[str, Any]] = {
     "decode": {"phase": "decode", "s_relation": "one"},
     "prefill": {"phase": "prefill", "s_relation": "equal"},
-    "verify, chain": {"phase": "verify", "s_relation": "fewer", "spec_topk": 1},
-    "verify, tree": {"phase": "verify", "s_relation": "fewer", "spec_topk": 4, "tree": True},
+    "verify, chain": {"phase": "verify", "s_relation": "equal", "state_out": "every"},
+    "verify, tree": {"phase": "verify", "s_relation": "equal", "state_out": "every", "tree": True},
 }
+LINEAR_WAYS = tuple(
+    {"state_layout": layout, **gates}
+    for layout in ("KV", "VK")
+    for gates in ({}, {"raw_gates": "softplus", "qk_norm": True})
+)
+"""The layout of a state, and who computes gates and norms, are for the caller to choose."""
 
 
 def _linear(asked: _ProbedBackend) -> tuple[str, ...] | None:
-    def ask(arch: str, method: str, phase: str) -> bool:
-        shape = {"heads": 16, "kv_heads": 16, "head_dim": 128}
-        return asked.taken(family="linear", arch=arch, method=method, **shape, **LINEAR_PHASES[phase]) is not None
+    def ask(arch: str, method: str, phase: str) -> Lowerings | None:
+        shape = {"family": "linear", "arch": arch, "method": method, "heads": 16, "kv_heads": 16, "head_dim": 128}
+        return asked.easiest({**shape, **way, **LINEAR_PHASES[phase]} for way in LINEAR_WAYS)
 
     cells = []
     for phase in LINEAR_PHASES:
-        methods = {m: [a for a in asked.archs if ask(a, m, phase)] for m in ("gdn", "kda")}
-        served = [m for m, archs in methods.items() if archs]
-        archs = list(dict.fromkeys(a for where in methods.values() for a in where))
-        labels = [] if len(served) == 2 else [m.upper() for m in served]
+        found = {(a, m): needs for a in asked.archs for m in ("gdn", "kda") if (needs := ask(a, m, phase)) is not None}
+        native = [place for place, needs in found.items() if not needs]
+        archs, methods = ([*dict.fromkeys(place[i] for place in native or found)] for i in range(2))
+        labels = [] if len(methods) == 2 else [m.upper() for m in methods]
         labels += [", ".join(archs)] if set(archs) != set(asked.archs) else []
-        cells.append("no" if not served else f"native ({'; '.join(labels)})" if labels else "native")
+        words = "native" if native else "lowered: " + ", ".join(sorted({word for n in found.values() for word in n}))
+        cells.append("no" if not found else f"{words} ({'; '.join(labels)})" if labels else words)
     return None if all(cell == "no" for cell in cells) else tuple(cells)
 
 

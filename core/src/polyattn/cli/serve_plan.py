@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.text import Text
 
-from ..errors import ConfigError
+from ..errors import BackendUnavailableError, ConfigError, UnsupportedRequestError
 from ..selection.inspection import what_if
 from ..selection.select import Selection
 from .causal_lm import folder_of, load_config
@@ -16,11 +16,16 @@ from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing
 
 if TYPE_CHECKING:
-    from ..contract import AttentionRequest
     from ..selection.config import Settings
+    from ..serving.attention.phases import Asked
+    from ..serving.kv_cache.pool import KVCacheConfig
     from ..serving.layer import AttentionLayer
 
-__all__ = ["print_plan"]
+__all__ = ["cache_for", "fitting_pages", "print_plan"]
+
+T = TypeVar("T")
+PAGE_SIZES = (16, 64, 128, 32, 1)
+"""Tried in this order where nobody names one: several kernels take one size only."""
 
 _USUAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 WORDS = {"extend": "prefill", "decode": "decode", "verify": "verify"}
@@ -44,13 +49,18 @@ def print_plan(
         UnsupportedRequestError, BackendUnavailableError: a phase has no backend; they name the flags.
     """
     layers, dtype, note = _layers(model)
-    found = [
-        (layer, phase, selection)
-        for layer in layers
-        for phase, selection in _phases(layer, dtype, given, settings, platform, installed).items()
-    ]
+    size, found = fitting_pages(
+        settings,
+        lambda size: [
+            (layer, phase, selection)
+            for layer in layers
+            for phase, selection in _phases(layer, dtype, given, settings, size, platform, installed).items()
+        ],
+    )
     if as_json:
-        show_json({"note": note, "phases": [{"phase": WORDS[p], **s.to_dict()} for _, p, s in found]})
+        show_json(
+            {"note": note, "page_size": size, "phases": [{"phase": WORDS[p], **s.to_dict()} for _, p, s in found]}
+        )
         return
     console = screen()
     if note:
@@ -71,10 +81,33 @@ def print_plan(
         console.print(reasons_table(rejected))
 
 
+def fitting_pages(settings: Settings, choose: Callable[[int], T]) -> tuple[int, T]:
+    """Return the page size that was asked for, or else the first that the backends of all phases take; and what
+    `choose` gives for it.
+
+    Args:
+        choose: given tokens per page; raises where a phase has no backend.
+
+    Raises:
+        UnsupportedRequestError, BackendUnavailableError: what `choose` raises for the first size.
+    """
+    first, *others = (settings.page_size,) if settings.page_size else PAGE_SIZES
+    try:
+        return first, choose(first)
+    except (UnsupportedRequestError, BackendUnavailableError) as exc:
+        for size in others:
+            try:
+                return size, choose(size)
+            except (UnsupportedRequestError, BackendUnavailableError):
+                continue
+        raise exc
+
+
 def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
     """Return one attention layer of each kind that the model has, its dtype, and what was assumed."""
     import torch
 
+    from ..integrations.transformers.chunks import chunks_of
     from ..serving.layer import AttentionLayer
 
     try:
@@ -83,7 +116,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
         words = ", ".join(f"{name} {value}" for name, value in _USUAL.items())
         return [AttentionLayer(0, **_USUAL)], torch.bfloat16, f"{exc}. Assumed instead, in bfloat16: {words}"
     dtype = getattr(config, "dtype", None) or torch.bfloat16
-    heads = config.num_attention_heads
+    heads, chunks = config.num_attention_heads, chunks_of(config)
     if rank := getattr(config, "kv_lora_rank", 0):
         rope, plain = config.qk_rope_head_dim, config.qk_nope_head_dim
         scale = (rope + plain) ** -0.5
@@ -93,6 +126,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+        "dual_chunk": chunks,
     }
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -107,34 +141,24 @@ def _phases(
     dtype: Any,
     given: Mapping[str, Any],
     settings: Settings,
+    page_size: int,
     platform: str | None,
     installed: str | None,
 ) -> dict[str, Selection]:
     import torch
 
-    from ..serving.attention.phases import Asked, choose_phases, layer_request
-    from ..serving.kv_cache.pool import KVCacheConfig, KVPool
-    from .serve import PAGE_SIZE
+    from ..serving.attention.phases import Asked, choose_phases
 
-    drafts = given["speculative_draft_model_path"] is not None
-    topk = (given["speculative_eagle_topk"] or 1) if drafts else 0
-    asked = Asked(topk=topk)
-    cache = KVCacheConfig(settings.kv_cache_dtype or "auto", settings.page_size or PAGE_SIZE)
-    # Of one page: what a layer's cache says of itself does not depend on its size.
-    small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device=torch.device("cpu"))
-    stored = small.cache(layer.layer_id).request_fields()
-
-    def request(phase: Any, device: torch.device) -> AttentionRequest:
-        return layer_request(layer, stored, phase=phase, dtype=dtype, device=device, topk=topk)
-
+    asked = Asked(topk=_topk(given))
+    cache = _cache(settings, page_size)
     if platform is None and installed is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        chosen = choose_phases({phase: request(phase, device) for phase in asked.phases}, asked)
+        chosen = choose_phases(_requests(layer, cache, dtype, device, asked), asked)
         return {phase: one.selection for phase, one in chosen.items()}
 
     return {
         phase: what_if(
-            request(phase, torch.device("cpu")),
+            request,
             platform=assumed(here()) if platform is None else checked(platform),
             installed=[name.strip() for name in (installed or "").split(",") if name.strip()],
             backend=settings.attention_backend,
@@ -143,5 +167,44 @@ def _phases(
             speculative_attention_mode=settings.speculative_attention_mode or "prefill",
             strict=settings.strict,
         )
-        for phase in asked.phases
+        for phase, request in _requests(layer, cache, dtype, torch.device("cpu"), asked).items()
     }
+
+
+def _topk(given: Mapping[str, Any]) -> int:
+    return (given["speculative_eagle_topk"] or 1) if given["speculative_draft_model_path"] is not None else 0
+
+
+def _cache(settings: Settings, page_size: int) -> KVCacheConfig:
+    from ..serving.kv_cache.pool import KVCacheConfig
+
+    return KVCacheConfig(settings.kv_cache_dtype or "auto", page_size)
+
+
+def _requests(layer: AttentionLayer, cache: KVCacheConfig, dtype: Any, device: Any, asked: Asked) -> dict[Any, Any]:
+    """Return what a layer asks for in each phase."""
+    from ..serving.attention.choosing import layer_requests
+    from ..serving.kv_cache.pool import KVPool
+
+    # Of one page: what a layer's cache says of itself does not depend on its size.
+    small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device=device)
+    return {**layer_requests(layer, small.cache(layer.layer_id).request_fields(), small, asked, ())}
+
+
+def cache_for(runner: Any, settings: Settings, given: Mapping[str, Any]) -> KVCacheConfig:
+    """Return how a model's caches are kept: as the flags say, in pages that its backends take.
+
+    Raises:
+        UnsupportedRequestError, BackendUnavailableError: a phase has no backend; they name the flags.
+    """
+    from ..serving.attention.phases import Asked, choose_phases
+    from ..serving.kv_cache.pool import attention_layers
+
+    asked = Asked(topk=_topk(given))
+
+    def choose(size: int) -> None:
+        for layer in attention_layers(runner.layers):
+            requests = _requests(layer, _cache(settings, size), runner.dtype, runner.device, asked)
+            choose_phases(requests, asked)
+
+    return _cache(settings, fitting_pages(settings, choose)[0])

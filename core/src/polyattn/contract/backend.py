@@ -162,6 +162,8 @@ class Fallback:
         rule: a division of labour, not a failure: the backend is here, and such requests are never its own. It is
             recorded and never warned about, is no error in strict mode, and where `to` cannot serve, whoever would be
             chosen without a name does.
+        first: `to` is a kernel of the same library in another class of accuracy, and is asked before this backend
+            itself, which serves where `to` does not, and in strict mode.
     """
 
     to: str
@@ -169,6 +171,7 @@ class Fallback:
     when: Mapping[str, Constraint] = dataclasses.field(default_factory=dict)
     family: str = ""
     rule: bool = False
+    first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

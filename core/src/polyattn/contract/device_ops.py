@@ -28,6 +28,14 @@ class DeviceOps(Protocol):
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> RowsWriter | None:
         """What writes rows of `dtype` into a `polyattn.serving.LayerCache`, asked once for each; None: core does."""
 
+    def merge(self, outs: Tensor, lses: Tensor, *, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        """Merge the results of several ranks as `polyattn.merge` does. A class may lack it: core merges then.
+
+        Args:
+            outs: float32 [P, T, H, D_v]. lses: float32 [P, T, H], natural log, -inf for rows without keys. sinks: [H].
+            out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written, without sinks.
+        """
+
 
 class RowsWriter(Protocol):
     """Stores new rows of one layer bit for bit as `KVPool.write` of core does."""
@@ -207,6 +215,25 @@ class BlockOps(Protocol):
         Returns:
             int32 (chosen [B, H_q, P], queries [B, H_q, P], firsts [B, H_q, S + 1]): pairs of a query and a chunk, query
             after query; those of query s are firsts[s] ... firsts[s + 1]. Behind the last one of a head: C, query 0.
+        """
+
+    def attend_chosen(
+        self, query: Tensor, key: Tensor, value: Tensor, means: Tensor, chunks: tuple[Tensor, ...], longest: int,
+        kept: int, threshold: float | None, scale: float, packed: Any) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Attention of each query to the chunks that it chooses, as `choose`. None: too many. With a threshold it waits
+        for the device once.
+
+        Args:
+            query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v], of any strides.
+            chunks: int32 (order [S], starts [C], sizes [C], own [S]): the tokens chunk after chunk, where each chunk
+                is, and the chunk of each token. longest: keys of the longest. scale: of the logits.
+            packed: what attends where chunks are long, None = the kernel does. Of rows [B, h, P, D], gathered chunk
+                after chunk for some heads, how many each chunk has, int32 [B, h, C], and the slice of the heads of keys
+                it returns (outs [B, h, P, D_v], float32 lses [B, h, P]); rows behind a head's last pair may get
+                anything.
+
+        Returns:
+            (out [B, S, H_q, D_v] of the query's dtype; int32 [B, H_q, C], how many queries chose each chunk).
         """
 
     def merge_chosen(self, outs: Tensor, lses: Tensor, places: Tensor, firsts: Tensor) -> Tensor:

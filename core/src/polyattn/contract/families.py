@@ -180,6 +180,7 @@ _SPECS = (
         layouts=("THD",),
         extent=_by_tables,
         forward="MLAForward",
+        added=(Argument("token_indices", "optional", given_when="token_topk"),),
         call="mla_attention",
         op=False,
     ),

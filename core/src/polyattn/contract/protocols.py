@@ -274,14 +274,19 @@ class MLAForward(Protocol):
         tables: PagedTables,
         attn_mask: Tensor | None = None,
         kv_parts: Sequence[KVPart] = (),
+        token_indices: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
             query: [T_q, H_q, D_c + D_r] (absorbed nope part, then rope part).
-            cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows (kv_dtype fp8_e4m3,
-                kv_scales block128).
+            cache: [pages, page_size, D_c + D_r], in float8 where kv_dtype is fp8_e4m3 or fp8_e5m2 without kv_scales;
+                uint8 [pages, page_size, 656] for fp8_e4m3 with kv_scales block128, uint8 [pages, page_size, D/2 +
+                D/16] for fp4_e2m1 with block16 (`polyattn.semantics.kv_quant.LATENT_FORMATS`).
             tables, attn_mask, kv_parts: as `PagedForward`.
+            token_indices: int32 [T_q, request.token_topk], for rows that declare `token_topk`: the positions, in its
+                own sequence, of the tokens that each query sees, in any order and none twice; -1 = none. Each is one
+                that `causal` lets the query see, so that a kernel need not look. None = no lists.
             out: [T_q, H_q, D_c].
 
         Returns:
@@ -362,7 +367,7 @@ class LinearForward(Protocol):
             a_log, dt_bias, gate_bound: given only if request.raw_gates: gate and beta are what S10 computes gates of.
                 [H_v]; [H_v], for KDA [H_v, D], or None; a number below 0 with "bounded".
             state_slots: integers [N], given only if request.state_slots: the state of sequence n is
-                state[state_slots[n]], which is updated in place. -1: it has none, and its outputs are 0.
+                state[state_slots[n]], which is updated in place. -1: it has none, and all that is returned of it is 0.
             parents: integers [B, T], given only if request.tree: the draft token that each follows, -1 = the state.
 
         Returns:
@@ -419,7 +424,8 @@ class Method(Protocol):
     each kind of call, as `Target(**options)` with the backend's own checked options, and must be made of operations
     that autograd goes through. The place is checked before: grid and text add up to S. What it may have beside these
     functions: `density(plan, place)` (docs/methods.md); `reads`, the names of tensors of the place that it knows, by
-    which a slip of a name is found; `own_kernels`, what a run is told of kernels that it launches itself.
+    which a slip of a name is found; `own_kernels`, what a run is told of kernels that it launches itself: names, or a
+    function of the place, the `Like` and whether gradients are wanted, which returns them.
     """
 
     def leaves_dense(self, place: Place) -> str:

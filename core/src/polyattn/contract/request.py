@@ -133,8 +133,9 @@ class AttentionRequest:
     kv_parts: int = option(0, doc="S9: groups of further keys (shared prefixes, split KV); the call's own not counted")
     spec_topk: int = option(0, doc="speculation: 0 none, 1 chain, more = tree")
     chunked_prefix: bool = option(False, doc="prefix attended in chunks and merged")
+    token_topk: int = option(0, doc="S9: tokens listed for each query, which sees no others; 0 = no lists")
 
-    method: str = option("", doc="linear: the rule (gdn, kda); mla and paged: dsa, dual_chunk")
+    method: str = option("", doc="linear: the rule (gdn, kda); paged: dual_chunk")
     block_map: bool = option(False, doc="S8: block map given as a typed input")
     block_sizes: bool = option(False, doc="S8: per-block valid sizes given")
     block_starts: bool = option(False, doc="S8: key blocks say at which key they start, for each head")

@@ -70,7 +70,7 @@ def linear_attention(
         scale: factor of the queries, None = D ** -0.5. qk_norm: queries and keys are divided by their lengths first.
         backend, out: as `polyattn.attention`; out is [B, S, H_v, D_v].
         state_slots: integers [N]: `state` is a pool, [slots, ...], and sequence n has slot state_slots[n], which is
-            updated in place. -1: it has none; its outputs are 0.
+            updated in place. -1: it has none; all that is returned of it is 0.
         every_state: the tokens are drafts: the states after each of them come back, and none is written.
         parents: integers [B, S], the draft token that each follows, an earlier one, or -1, the state. None = a chain.
         a_log: [H_v]: gate and beta are raw, and computed in the call: the log decay is -exp(a_log) * softplus(gate +

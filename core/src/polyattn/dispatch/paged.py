@@ -279,11 +279,12 @@ def _mla_request(
     *,
     v_head_dim: int,
     attn_mask: Tensor | None,
+    token_indices: Tensor | None,
     out: Tensor | None,
     **steps: Any,
 ) -> AttentionRequest:
     """Check a latent call; what it asks for."""
-    validation.check_mla(query, cache, v_head_dim)
+    form = validation.check_mla(query, cache, v_head_dim)
     if static.scale is None:
         raise InvalidInputError(
             "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
@@ -291,8 +292,8 @@ def _mla_request(
         )
     validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
     _check_rest(static, tables, query, {"cache": cache}, 1, v_head_dim, attn_mask, None, out, scales=None, **steps)
+    listed = 0 if token_indices is None else validation.check_token_indices(query, token_indices, tables, static.causal)
     _no_grad(query, cache, attn_mask)
-    fp8 = cache.dtype == torch.uint8
     return _request(
         static,
         query,
@@ -300,12 +301,13 @@ def _mla_request(
         kv_heads=1,
         head_dim=query.shape[2],
         v_head_dim=int(v_head_dim),
-        kv_dtype="fp8_e4m3" if fp8 else "auto",
-        kv_scales="block128" if fp8 else "",
+        kv_dtype=form.kv_dtype if form else "auto",
+        kv_scales=form.kv_scales if form else "",
         page_size=cache.shape[1],
         large=max(query.numel(), cache.numel()) >= 2**31,
         misaligned=not aligned(query),
         mask=_mask_kind(attn_mask),
+        token_topk=listed,
         **_steps(tables.max_seqlen_q, **steps),
     )
 
@@ -332,17 +334,20 @@ def mla_attention(
     backend: str | None = None,
     out: Tensor | None = None,
     chunk: int = 0,
+    token_indices: Tensor | None = None,
 ) -> Any:
     """Multi-head latent attention over a paged latent cache, absorbed form.
 
     Args:
         query: [T_q, H_q, D_c + D_r], the absorbed nope part, then the rope part.
-        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads; in FP8 uint8 [pages, page_size,
-            656], see `polyattn.semantics.reference.mla_unpack_fp8`.
+        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads, or rows in one of the formats of
+            `polyattn.semantics.kv_quant.LATENT_FORMATS`, as `mla_pack` makes them.
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask: as `paged_attention`.
         kv_parts, tree, chunked_prefix, chunk: as `paged_attention`.
         scale: of the uncompressed heads, never of the latent row (S2).
         v_head_dim: D_c, the leading part of a row that is the value.
+        token_indices: int32 [T_q, topk], the positions in its own sequence of the tokens that each query sees, in any
+            order and none twice; -1 = none. Each is one that `causal` lets the query see. None = all of them.
 
     Returns:
         out [T_q, H_q, D_c], or (out, lse [T_q, H_q]).
@@ -353,8 +358,10 @@ def mla_attention(
     static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
+    steps["token_indices"] = token_indices
     request = _mla_request(static, tables, query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, **steps)
     given = {"attn_mask": attn_mask, "out": out, **_parts(kv_parts)}
+    given |= {} if token_indices is None else {"token_indices": token_indices}
     return _run("mla_attention", request, backend, tables, query, cache, **given)
 
 

@@ -102,6 +102,8 @@ class Agreement:
             heads, order, ring = (query.shape[2], key.shape[2]), self._order, self._ranks.ring.size
             plan = Plan.of(found, ring, heads, query.shape[0], said["text"], order, balance=self._balance)
             self._compare(plan, call)
+            for one in (self._ranks.ring, self._ranks.ulysses):
+                one.meet(query.device)
         while len(self._plans) >= _PLANS_KEPT:
             self._plans.pop(next(iter(self._plans)))
         self._plans[name] = plan

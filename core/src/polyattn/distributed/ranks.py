@@ -26,6 +26,17 @@ class Ranks:
     group: Any = None
     size: int = 1
     index: int = 0
+    _met: set[torch.device] = dataclasses.field(default_factory=set)
+
+    def meet(self, device: torch.device) -> None:
+        """All ranks come together once on a device.
+
+        NCCL connects a group at its first transfer, and waits there for every rank of it. A rank without tokens has
+        nothing to transfer, and would never come.
+        """
+        if self.size > 1 and device.type != "cpu" and device not in self._met:
+            self.all_reduce(torch.zeros(1, device=device))
+            self._met.add(device)
 
     def peer(self, step: int) -> int:
         """The global rank that is `step` ranks further, round the ring."""

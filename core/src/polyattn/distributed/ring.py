@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..dispatch.part import Part
+from ..registry.device_ops import device_ops
 from ..semantics.autograd import attention_backward, refuse_second
 from ..semantics.merge_lse import merge, merge_shares
 from .exchange import wide
@@ -280,17 +281,24 @@ def _own_forward(ring: Ring, tensors: Any, segments: Any, sums: dict[str, _Sum])
 
 
 def merge_over(ranks: Ranks, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The merge, on all ranks, of what each has for the same queries; no gradient.
+    """Merge, on all ranks, what each has for the same queries; no gradient.
 
     Args:
-        out: [..., H, D_v] in the dtype of lse. lse: [..., H]. sinks: [H], which come in once.
+        out: [..., H, D_v]. lse: [..., H]; results travel in its dtype. sinks: [H], which come in once.
     """
     packed = torch.cat([out, lse.unsqueeze(-1)], -1)
-    parts = [packed]
+    parts = packed.unsqueeze(0)
     if ranks.size > 1:
-        parts = [torch.empty_like(packed) for _ in range(ranks.size)]
-        dist.all_gather(parts, packed, group=ranks.group)
-    return merge([one[..., :-1] for one in parts], [one[..., -1] for one in parts], sinks=sinks)
+        parts = packed.new_empty(ranks.size, *packed.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), packed, group=ranks.group)
+    kernel = getattr(device_ops(out.device.type), "merge", None)
+    if kernel is None or lse.dtype != torch.float32:
+        merged, total = merge(parts[..., :-1].unbind(), parts[..., -1].unbind(), sinks=sinks)
+        return merged.to(out.dtype), total
+    rows = parts.flatten(1, -3)
+    merged, total = out.new_empty(rows.shape[1:-1] + out.shape[-1:]), lse.new_empty(rows.shape[1:-1])
+    kernel(rows[..., :-1], rows[..., -1], sinks=sinks, out=merged, lse=total)
+    return merged.view(out.shape), total.view(lse.shape)
 
 
 def gradients(ring: Ring, tensors: Any, results: Any, grads: Any, segments: Any) -> dict[str, tuple[Tensor, ...]]:

@@ -18,7 +18,7 @@ __all__ = ["GatherStates"]
 class GatherStates(Lowering):
     """Copies the states out of their slots before the call, and back after it (S10).
 
-    A sequence without a slot reads some state and writes none. Its output is set to 0.
+    A sequence without a slot reads some state and writes none. Its output is set to 0, and so are its drafts' states.
     """
 
     name = "gather_states"
@@ -47,7 +47,9 @@ class GatherStates(Lowering):
                 lengths = cu_seqlens.diff().long()
                 tokens = torch.repeat_interleave(kept, lengths, output_size=query.shape[1])[None]
             out.masked_fill_(~tokens[..., None, None], 0.0)
-            if writes:
+            if not writes:
+                last = last.masked_fill(~kept[:, None, None, None, None], 0.0)
+            else:
                 # No slot is written with two values: sequences without one write what the first that has one writes.
                 order = torch.arange(len(kept), device=kept.device).where(kept, kept.int().argmax())
                 state[slots[order]] = last.to(state.dtype).where(kept[:, None, None, None], before)[order]

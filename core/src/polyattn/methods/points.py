@@ -8,12 +8,49 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..contract import Place
+from ..selection.overrides import AGAIN, Scope, restored
 
-__all__ = ["POINTS", "Ahead", "here"]
+__all__ = ["POINTS", "Ahead", "At", "here"]
 
 # Of a task, not of a thread: two that take turns in one thread have a run each.
 POINTS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("polyattn_points", default=())
 """Points that the task is inside of: objects whose `place` is that of the run there."""
+
+
+class At:
+    """`At` is where a run is, from the start of a `with` to its end. It may be entered again."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def __enter__(self) -> None:
+        POINTS.set((*POINTS.get(), self))
+
+    def __exit__(self, *error: object) -> None:
+        # A block may end in another context than it began in, where there is nothing to leave.
+        points = POINTS.get()
+        if points and points[-1] is self:
+            POINTS.set(points[:-1])
+
+
+class _Again(At):
+    """Where a recomputation is: where its forward was, but for the run, which is told of each call once and may end."""
+
+    def __init__(self, scope: Scope) -> None:
+        points = POINTS.get()
+        super().__init__(dataclasses.replace(points[-1].place, run=None) if points else Place())
+        self._scope = restored(scope)
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._scope.__exit__(None, None, None)
+
+
+AGAIN.append(_Again)
 
 
 class Ahead:

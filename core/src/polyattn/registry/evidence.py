@@ -51,8 +51,9 @@ class Evidence:
             which comments, names and moves do not change; "" = not known.
         absent: providers of the backend that were not there, of which it shows nothing.
         rows: hash of what the others declared for `arch` ("" = anywhere); "" = not known.
+        families: those that were tried, of other ones it shows nothing; () = not known.
         reached: family -> queries, keys and grid (sequences x heads), the most of a call that passed.
-        others: earlier runs, with other providers.
+        partial: the backend has families that no run tried. others: earlier runs, with other providers.
     """
 
     backend: str
@@ -72,8 +73,10 @@ class Evidence:
     absent: tuple[str, ...] = ()
     arch: str = ""
     rows: str = ""
+    families: tuple[str, ...] = ()
     reached: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     stale: bool = False
+    partial: bool = False
     others: tuple[Evidence, ...] = ()
 
     @property
@@ -96,10 +99,13 @@ class Evidence:
     def beside(self, providers: Iterable[Provider]) -> Evidence:
         """The same, and stale where `providers`, those of the backend now, declare something else than was tried."""
         others = tuple(one.beside(providers) for one in self.others)
+        rows = [row for provider in providers if not provider.planned for row in provider.rows]
+        spoken = {family for row in rows for family in getattr(row.when.get("family"), "values", ())}
+        partial = bool(self.families) and not spoken <= {family for one in (self, *others) for family in one.families}
         if not self.rows or self.stale:
-            return dataclasses.replace(self, others=others)
+            return dataclasses.replace(self, partial=partial, others=others)
         tried = [provider for provider in providers if provider.name not in self.absent and not provider.planned]
-        return dataclasses.replace(self, stale=self.rows != row_hash(tried, self.arch), others=others)
+        return dataclasses.replace(self, stale=self.rows != row_hash(tried, self.arch), partial=partial, others=others)
 
     def to_json(self) -> str:
         """The text of an evidence file."""
@@ -109,7 +115,7 @@ class Evidence:
         if self.level == "declared":
             return "declared"
         xfailed = f"{self.xfailed} xfailed" if self.xfailed else ""
-        partly = "in part" if self.unseen else ""
+        partly = "in part" if self.unseen or self.partial else ""
         reach = f"up to {self.keys:,} keys" if self.level in KEYS else ""
         where = ", ".join(part for part in (self.device, self.date, xfailed, partly, reach) if part)
         return f"{self.level}{' (' + where + ')' if where else ''}{', stale' if self.outdated else ''}"
@@ -124,7 +130,7 @@ def source_hash(folder: Path, sources: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-_FIELDS = [field for field in dataclasses.fields(Evidence) if field.name not in ("stale", "others")]
+_FIELDS = [field for field in dataclasses.fields(Evidence) if field.name not in ("stale", "partial", "others")]
 
 
 def _plain(evidence: Evidence) -> dict[str, Any]:
@@ -136,6 +142,7 @@ def _of(data: Mapping[str, Any], folder: Path) -> Evidence:
     """A run as its file has it; a later polyattn may have written more."""
     known: dict[str, Any] = {field.name: data[field.name] for field in _FIELDS if field.name in data}
     known |= {name: tuple(data.get(name, ())) for name in ("sources", "absent")}
+    known["families"] = tuple(data.get("families", data.get("reached", ())))
     stale = known.get("digest") != source_hash(folder, known["sources"])
     return Evidence(**known, stale=stale, others=tuple(_of(one, folder) for one in data.get("others", ())))
 

@@ -86,7 +86,7 @@ def resolve(
     """
     given, _, platform = name.partition("@")
     bare, kind = parts(given)
-    offers = catalogue.on(request.platform, request.arch)
+    offers = catalogue.on(request.platform, request.arch, request.family)
     by = f", asked for by {source}" if source else ""
     if platform and platform != request.platform:
         if platform not in catalogue.platforms:

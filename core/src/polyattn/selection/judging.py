@@ -63,7 +63,7 @@ class Judge:
         self.request, self.catalogue, self.policy, self._helper = request, catalogue, policy, helper
         self.active = request.active()
         self._names = [name for name, _ in self.active]
-        offers = catalogue.on(request.platform, request.arch)
+        offers = catalogue.on(request.platform, request.arch, request.family)
         self.offers = spared(offers, policy.avoid) if policy.avoid else offers
         self._all = said
         self._said: dict[tuple[str, str], Judgement] = {}

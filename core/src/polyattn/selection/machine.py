@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 from ..contract import BackendInfo, DeviceReport
@@ -50,10 +51,11 @@ def _build(manager: PluginManager, installed: Mapping[str, str] | None) -> Catal
         runs = [one for one in (evidence, *evidence.others) if one.level != "declared"]
         level = info.evidence if not runs else evidence.level + (", stale" if evidence.outdated else "")
         chips = () if "" in (archs := [one.arch for one in runs]) else tuple(dict.fromkeys(archs))
+        families = () if () in (tried := [one.families for one in runs]) else tuple(itertools.chain(*tried))
         unseen = [p for p in info.providers if p.planned or p.name in evidence.unseen]
         levels = {p.name: "declared" if p.planned else info.evidence for p in unseen}
         defects = {p.name: faults for p in info.providers if (faults := affecting(p, installed))}
-        offers.append(Offer(info, owner.name, level, missing, levels, chips, defects))
+        offers.append(Offer(info, owner.name, level, missing, levels, chips, defects, families))
     # A plugin left out on purpose is named when its backend is asked for, but it is no failure of its device.
     broken = {p.label: p.reason for p in manager.plugins.values() if p.state != "ready"}
     failed = {p.label for p in manager.broken()}

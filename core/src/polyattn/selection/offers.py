@@ -21,7 +21,7 @@ __all__ = ["Catalogue", "Offer", "Order", "may_be_automatic"]
 class Offer:
     """A registered backend with what was found out about it: `missing` maps provider name -> why it is not here,
     `levels` -> its evidence where that is not the backend's, `defects` -> the known faults that its libraries have in
-    these versions; `chips`: the architectures `evidence` is of, () = all."""
+    these versions; `chips`, `families`: the architectures and the families `evidence` is of, () = all."""
 
     info: BackendInfo
     plugin: str
@@ -30,11 +30,12 @@ class Offer:
     levels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     chips: tuple[str, ...] = ()
     defects: Mapping[str, tuple[Defect, ...]] = dataclasses.field(default_factory=dict)
+    families: tuple[str, ...] = ()
 
-    def at(self, arch: str) -> Offer:
-        """With the evidence that there is for one architecture: what ran on others shows nothing of it."""
-        here = not self.chips or not arch or arch in self.chips
-        return self if here else dataclasses.replace(self, evidence=self.info.evidence, chips=())
+    def at(self, arch: str, family: str) -> Offer:
+        """With the evidence that there is for one architecture and family: runs of others show nothing of them."""
+        here = (not self.chips or not arch or arch in self.chips) and family in (self.families or (family,))
+        return self if here else dataclasses.replace(self, evidence=self.info.evidence, chips=(), families=())
 
     def here(self) -> bool:
         """Whether it is built and what it needs is installed, with any of its providers."""
@@ -77,7 +78,7 @@ class Catalogue:
     narrow: Callable[[BackendInfo, AttentionRequest], Verdict | None] = lambda backend, request: None
 
     @functools.cached_property
-    def _found(self) -> dict[tuple[str, str], tuple[Offer, ...]]:
+    def _found(self) -> dict[tuple[str, str, str], tuple[Offer, ...]]:
         return {}
 
     @functools.cached_property
@@ -92,16 +93,16 @@ class Catalogue:
             if len(self._orders) >= _MOST:
                 self._orders.clear()
             stop = Stop(request)
-            offers, policy = self.on(request.platform, request.arch), Policy(what_if=what_if)
+            offers, policy = self.on(request.platform, request.arch, request.family), Policy(what_if=what_if)
             near = {o.info.name for o in offers if o.in_reach(stop)}
             self._orders[key] = Order.of(offers, policy, near)
         return self._orders[key]
 
-    def on(self, platform: str, arch: str) -> tuple[Offer, ...]:
-        """What a platform has, with the evidence that there is for an architecture ("" = whichever)."""
-        if (platform, arch) not in self._found:
-            self._found[platform, arch] = tuple(o.at(arch) for o in self.offers if o.info.platform == platform)
-        return self._found[platform, arch]
+    def on(self, platform: str, arch: str, family: str) -> tuple[Offer, ...]:
+        """What a platform has, with the evidence that there is for an architecture ("" = whichever) and a family."""
+        if (key := (platform, arch, family)) not in self._found:
+            self._found[key] = tuple(o.at(arch, family) for o in self.offers if o.info.platform == platform)
+        return self._found[key]
 
 
 _kept_fields = operator.attrgetter(*KEPT)

@@ -166,11 +166,16 @@ class restored(_Scoped):  # noqa: N801
         return self._scope
 
 
+AGAIN: list[Callable[[Scope], contextlib.AbstractContextManager[None]]] = [restored]
+"""The last one makes what a recomputation is inside of. Rooms above this one that know of more put theirs behind it."""
+
+
 def checkpoint_context_fn() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """`torch.utils.checkpoint.checkpoint(..., context_fn=polyattn.checkpoint_context_fn)`: the recomputation sees the
-    scopes of the forward, also when the backward runs outside them or in another thread."""
+    scopes of the forward and where its `polyattn.video.Run` was, also when the backward runs outside them, after the
+    run, or in another thread."""
     scope = current_scope()
-    return restored(scope), restored(scope)
+    return restored(scope), AGAIN[-1](scope)
 
 
 def force_backend(name: str | None) -> None:

@@ -133,15 +133,34 @@ def _explicit(asked: Judge, choice: Choice) -> Selection:
             return _fall_back(asked, choice, name, step, [platform.fallback_why])
     if offer is None:
         raise _not_here(asked, choice, name)
+    if not asked.policy.strict:
+        for step in offer.info.fallbacks:
+            if step.first and holds(step.when, request) and (found := _before(asked, choice, name, step)):
+                return found
     said = asked.take(offer, only)
     if said.provider is not None:
         return _selection(asked, said, choice.source, f"{choice.name} was asked for by {choice.source}")
     said = asked.refused(offer, only)
-    for step in offer.info.fallbacks:
+    for step in (step for step in offer.info.fallbacks if not step.first):
         # Whoever is not here leaves nothing to others.
         if step.to not in asked.policy.replaced and holds(step.when, request) and not (step.rule and said.missing):
             return _fall_back(asked, choice, name, step, said.reasons)
     raise _refusal(asked, choice, said)
+
+
+def _before(asked: Judge, choice: Choice, name: str, step: Fallback) -> Selection | None:
+    """Who serves before the backend that was named, None = nobody does."""
+    source = f"{choice.source}, before {name}"
+    try:
+        policy = dataclasses.replace(asked.policy, choice=Choice(step.to, source), strict=True)
+        found = select(asked.request, asked.catalogue, policy)
+    except (UnsupportedRequestError, BackendUnavailableError):
+        return None
+    note = (
+        f"{choice.name} was asked for by {choice.source}, and {step.to} is the quicker: {step.why}. In strict mode "
+        f"{name} serves"
+    )
+    return dataclasses.replace(found, source=source, why=step.why, notes=(note, *found.notes))
 
 
 def _fall_back(asked: Judge, choice: Choice, name: str, step: Fallback, reasons: list[str]) -> Selection:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..contract import DTYPES, Keep, scalars
 from ..errors import InvalidInputError, did_you_mean
+from .dual_chunk import DualChunk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +84,9 @@ class AttentionLayer:
         softcap: of the logits, 0 = off (S5). sinks: [H_q] logits, or None (S5).
         kind: "decoder" (causal), "encoder_only" (every token of its sequence), or "cross" (every token of another one).
         latent: the cache holds one latent row per token for all heads (MLA).
+        token_topk: tokens that each query sees of a latent layer, listed by an indexer (DeepSeek sparse attention); 0 =
+            all of them. Its calls are given the lists as value.
+        dual_chunk: the chunks of a layer of dual chunk attention; its queries are then [T_q, 3, H_q, D].
         keeps: what the layer keeps beside keys and values (latent: one row), such as the keys of an indexer by token.
             Keys and values have the format of the pool; `Keep("key", "token", (kv_heads, head_dim), "fp8_e4m3")` gives
             those of this layer another one, the value too if it is not named.
@@ -103,6 +107,8 @@ class AttentionLayer:
     kind: LayerKind = "decoder"
     latent: bool = False
     keeps: Sequence[Keep] = ()
+    dual_chunk: DualChunk | None = None
+    token_topk: int = 0
 
     def __post_init__(self) -> None:
         self._whole("layer_id", 0)
@@ -110,6 +116,9 @@ class AttentionLayer:
             self._whole(name, 1)
         self._whole("v_head_dim", 0)
         self._whole("window", -1)
+        self._whole("token_topk", 0)
+        if self.token_topk and (not self.latent or self.window >= 0):
+            self._refuse("token_topk", self.token_topk, "only a latent layer without a window lists tokens: leave it 0")
         if self.heads % self.kv_heads:
             self._refuse("heads", self.heads, f"a multiple of kv_heads={self.kv_heads} is needed")
         if not scalars.number(self.softcap) or self.softcap < 0:
@@ -131,6 +140,8 @@ class AttentionLayer:
             self._refuse("sinks", shown, f"one logit per head is needed, [{self.heads}]")
         if self.latent:
             self._check_latent()
+        if self.dual_chunk is not None:
+            self._check_dual_chunk(self.dual_chunk)
         object.__setattr__(self, "keeps", _checked_keeps(f"AttentionLayer {self.layer_id}", self.keeps))
         object.__setattr__(self, "_kept", self._with_rows(self.keeps))
 
@@ -168,6 +179,14 @@ class AttentionLayer:
         for name, given in (("softcap", self.softcap != 0), ("sinks", self.sinks is not None)):
             if given:
                 self._refuse(name, "set", "latent attention (family mla) has none")
+
+    def _check_dual_chunk(self, given: Any) -> None:
+        if not isinstance(given, DualChunk):
+            self._refuse("dual_chunk", given, "a DualChunk is needed, or None")
+        odd = {"kind": self.kind != "decoder", "latent": self.latent, "window": self.window >= 0}
+        if wrong := next((name for name, there in {**odd, "sinks": self.sinks is not None}.items() if there), None):
+            value = "set" if wrong == "sinks" else getattr(self, wrong)
+            self._refuse(wrong, value, "a layer with dual_chunk is a decoder's without latent rows, window and sinks")
 
     def _whole(self, name: str, least: int) -> None:
         value = getattr(self, name)

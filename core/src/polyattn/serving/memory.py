@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 
 from ..errors import BackendUnavailableError, GraphError, InvalidInputError, UnsupportedRequestError
 from .attention.backend import AttentionBackend
@@ -35,12 +36,20 @@ class Forward(Protocol):
     """Runs one step of a model over packed tokens; its attention layers ask the backend it was made for."""
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, batch: ForwardBatch, steps: Sequence[Step]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor | None,
+        batch: ForwardBatch,
+        steps: Sequence[Step],
+        inserts: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """
         Args:
             input_ids, positions: int64 [T]. keep: int64 [R], the tokens whose logits are wanted, None = all T.
             batch, steps: what the backend has planned.
+            inserts: of a runner that encodes images: tokens int64 [R], and their embeddings [R, hidden]; positions are
+                then int64 [3, T].
 
         Returns:
             logits [R, vocab_size].
@@ -59,6 +68,7 @@ class Runner(Protocol):
     vocab_size: int
     max_positions: int
     """Positions the model knows, 0 = any."""
+    # A runner whose model reads images has `encode(media) -> [R, hidden]` as well, on the device (`engine.media`).
 
     def serve(self, backend: AttentionBackend) -> Forward: ...
 
@@ -126,6 +136,8 @@ class Memory:
         self._forward = runner.serve(self.backend)
         self.device = runner.device
         self._batch: ForwardBatch | None = None
+        # Images move the positions of the tokens after them; with drafts there are none.
+        self._planned = getattr(runner, "encode", None) is None or drafts > 0
         self._insists = not isinstance(graphs, bool)
         make = graphs_of(self.device) if isinstance(graphs, bool) else graphs
         self.graphs = None if make is None or graphs is False else self._graphs(rows, drafts, make)
@@ -141,7 +153,7 @@ class Memory:
         try:
             return GraphRunner(
                 self.backend, run, max_sequences=rows, device=self.device, modes=modes, graph=make,
-                planned_positions=True,
+                planned_positions=self._planned,
             )  # fmt: skip
         except UnsupportedRequestError as exc:
             self._eagerly(exc)
@@ -228,11 +240,15 @@ class Memory:
         *,
         keep: Sequence[int] | None = None,
         tree: DraftTree | None = None,
+        positions: Tensor | None = None,
+        inserts: Sequence[tuple[Sequence[int], Tensor]] = (),
     ) -> Tensor:
         """Run the last `counts` tokens of each row.
 
         Args:
             input_ids: of all rows, one after the other. keep: the tokens whose logits are wanted, None = all.
+            positions, inserts: of prompts with images, see `engine.media.beside_words`; tokens without an insert have
+                one position in all three.
 
         Returns:
             logits [R, V]; use them before the next step, whose graph may write there.
@@ -240,15 +256,31 @@ class Memory:
         self._batch = batch = ForwardBatch(mode, rows, self.table.lengths(rows), counts, tree)
         ids = input_ids if isinstance(input_ids, Tensor) else self._tensor(input_ids)
         kept = None if keep is None or len(keep) == batch.tokens else self._tensor(keep)
-        if self.graphs is not None and kept is None and not self.graphs.eager_because(batch):
+        if self.graphs is not None and kept is None and not inserts and not self.graphs.eager_because(batch):
             try:
-                logits: Tensor = self.graphs.run(batch, ids)
-                return logits
+                where = None
+                if not self._planned:
+                    where = torch.tensor(batch.positions()) if positions is None else positions[0]
+                logits: Tensor
+                if not _profiler._is_profiler_enabled:
+                    logits = self.graphs.run(batch, ids, where)
+                    return logits
+                with torch.profiler.record_function(f"polyattn.serving {self._replayed(mode)}"):
+                    logits = self.graphs.run(batch, ids, where)
+                    return logits
             except GraphError as exc:  # code of the model that waits for the device, such as some mixtures of experts
                 self._eagerly(exc)
         steps = self.backend.plan(batch)
         self.backend.prepare()
-        return self._forward(ids, self.backend.positions, kept, batch, steps)
+        if positions is None:
+            return self._forward(ids, self.backend.positions, kept, batch, steps)
+        moved = [(self._tensor(at), features) for at, features in inserts]
+        return self._forward(ids, positions.to(self.device), kept, batch, steps, moved)
+
+    def _replayed(self, mode: ForwardMode) -> str:
+        """Name a replayed step in a profile: its layers are ranges only while it is recorded."""
+        found = self.backend.explain()["decode" if mode is ForwardMode.DECODE else "verify"]
+        return f"{mode.name.lower()} replayed {found.id}"
 
     def slots(self, rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
         """Return where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after

@@ -148,6 +148,7 @@ def evidence_of(report: Report) -> Evidence:
         absent=report.absent,
         arch=report.arch,
         rows=report.rows,
+        families=tuple(report.families),
         reached=report.reached,
     )
     if evidence.beside(info.providers).stale:

@@ -55,8 +55,10 @@ class RowCases:
         pairs = [c for c in (self.row.when.get("dims"), self.row.allows.get("dims")) if c is not None]
         if pairs:
             axes["dims"] = tuple(v for v in getattr(pairs[0], "values", ()) if isinstance(v, tuple))
-        if True in axes.pop("tree") and "bool" in axes["mask"] and {"fewer", "equal"} & set(axes["s_relation"]):
-            axes["mask"] = (*axes["mask"], "tree")
+        if not self.family.drafts:
+            masked = True in axes.pop("tree") and "bool" in axes["mask"]
+            if masked and {"fewer", "equal"} & set(axes["s_relation"]):
+                axes["mask"] = (*axes["mask"], "tree")
         axes.update(_KIT)
         axes["layout"], axes["batch"] = self.family.layouts, _BATCHES if self.family.batched else _BATCHES[:1]
         if True not in inside("misaligned", self.row):

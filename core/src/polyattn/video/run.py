@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Hashable, Mapping
-from types import TracebackType
 from typing import Any
 
 from ..contract import Place
 from ..errors import InvalidInputError
-from ..methods.points import POINTS, Ahead, here
+from ..methods.points import Ahead, At, here
 from ..selection import overrides
 
 __all__ = ["LayerRow", "Run", "RunReport", "place"]
@@ -233,23 +232,16 @@ class Run:
             )
 
 
-class _Point:
-    """Where a run is, from the start of a `with` to its end. It may be entered again."""
+class _Point(At):
+    """A point of a run that has not ended."""
 
     def __init__(self, run: Run, place: Place) -> None:
-        self.run, self.place = run, place
+        super().__init__(place)
+        self.run = run
 
     def __enter__(self) -> None:
         self.run._check_open()
-        POINTS.set((*POINTS.get(), self))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # A block may end in another context than it began in, where there is nothing to leave.
-        points = POINTS.get()
-        if points and points[-1] is self:
-            POINTS.set(points[:-1])
+        super().__enter__()
 
 
 def place(*, layer: Any = None, gate: Any = None, tensors: Mapping[str, Any] | None = None, **given: Any) -> Place:

@@ -82,6 +82,15 @@ def library(build: Build = "git", hopper: bool = True) -> Library:
         _planned(tile_scheduler_metadata, (q.shape, indices.shape))
         return _sparse(q, k_cache, indices, head_dim_v, scale)
 
+    @lib.function(module, f"flash_mla@{build}.flash_mla_sparse_fwd")
+    def flash_mla_sparse_fwd(
+        q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int, **more: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if build == "sgl":
+            assert more["use_legacy"], "these rows exist only on the legacy side"
+        assert more["attn_sink"] is more["topk_length"] is None
+        return _sparse_rows(q, kv, indices, sm_scale, d_v)
+
     return lib
 
 
@@ -138,6 +147,24 @@ def _sparse(q: Tensor, k_cache: Tensor, indices: Tensor, width: int, scale: floa
     logits = torch.einsum("nrhd,nrsd->nhrs", q.float(), keys) * scale
     out, lse = _finished(logits.masked_fill((indices < 0)[:, None], -torch.inf), q.dtype)
     return torch.einsum("nhrs,nrsd->nrhd", out, keys[..., :width]).to(q.dtype), lse
+
+
+def _sparse_rows(q: Tensor, kv: Tensor, indices: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """sparse_attn_prefill_interface of csrc/api/sparse_fwd.h."""
+    count, heads, dim = q.shape
+    _check(q.dtype == kv.dtype == torch.bfloat16, "must have dtype bfloat16")
+    _check(heads in (64, 128), f"Unsupported h_q: {heads}")
+    _check(dim == 576 and width == 512 and kv.shape[1:] == (1, dim), "shape")
+    _check(all(t.stride(-1) == 1 for t in (q, kv, indices)), "last dimension must be contiguous")
+    _check(q.data_ptr() % 16 == 0, "misaligned address")
+    _check(indices.dtype == torch.int32 and indices.shape[:2] == (count, 1), "indices")
+    _check(indices.shape[2] > 0 and indices.shape[2] % 128 == 0, "topk % (2 * B_TOPK)")
+    # Numbers of -1, or past the last row, are no tokens.
+    none = ((indices < 0) | (indices >= len(kv)))[:, 0]
+    keys = kv[:, 0][indices[:, 0].clamp(0, len(kv) - 1).long()].float().masked_fill(none[..., None], 0.0)
+    logits = (torch.einsum("thd,tsd->ths", q.float(), keys) * scale).masked_fill(none[:, None], -torch.inf)
+    weights, lse = _finished(logits, q.dtype)
+    return torch.einsum("ths,tsd->thd", weights, keys[..., :width]).to(q.dtype), logits.amax(-1), lse
 
 
 def _unpacked(rows: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import chunks, clusters, linear_branch, rows
+from .kernels.merge import merge
 from .kernels.metadata import View, step_launches
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
@@ -20,14 +21,17 @@ __all__ = ["BlockOps", "DeviceOps"]
 
 class DeviceOps:
     """Rows of KV pools, quantised and with their scales, in one launch for keys and values; the tables of a step, three
-    views of it in a launch."""
+    views of it in a launch; results of several ranks as one."""
 
     name = "polyattn-triton"
+    merge = staticmethod(merge)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         if (latent := cache.cache) is not None:
+            if cache.kv_dtype.startswith("fp") and cache.kv_scales != "block128":
+                return None  # core's operators write those
 
             def write_rows(key: Tensor, value: Tensor | None, slots: Tensor, rows: bool) -> Launched | None:
                 return write_latent(key, latent, slots=slots, page_size=cache.page_size)
@@ -91,4 +95,5 @@ class BlockOps:
     cluster_means = staticmethod(clusters.cluster_means)
     listed = staticmethod(clusters.listed)
     choose = staticmethod(chunks.choose)
+    attend_chosen = staticmethod(chunks.attend_chosen)
     merge_chosen = staticmethod(chunks.merge_chosen)

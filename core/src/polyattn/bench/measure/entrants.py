@@ -92,7 +92,7 @@ def candidates(workload: Workload, device: torch.device, *, by_name: bool = Fals
     here, automatic = catalogue(), Policy()
     today = select(request, here, automatic, full=True)
     able = dict.fromkeys((today.backend, *today.others, *today.rewritable))
-    offers = here.on(today.platform, request.arch)
+    offers = here.on(today.platform, request.arch, request.family)
     allowed = {o.info.name: o for o in offers if by_name or may_be_automatic(o, automatic)}
     found = []
     for backend in (n for n in able if n in allowed):

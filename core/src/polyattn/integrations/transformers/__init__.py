@@ -3,6 +3,7 @@
 
 - `attention.py`: the function every layer calls. `keywords.py`: what else a model says, and what becomes of it.
 - `masks.py`: the mask function, and masks put together. `names.py`: names transformers accepts.
+- `linear.py`: linear attention, whose functions are replaced by name.
 - `registry.py`: install and uninstall. `guard.py`: models whose code the name cannot reach. `layers.py`: `report`.
 
 What it does and refuses: docs/transformers.md.

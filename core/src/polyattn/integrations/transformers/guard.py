@@ -22,7 +22,9 @@ SHOWN = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa"
 """Model types that turn SDPA down for its lack of softcap or sinks only. A test shows that bool masks suit them."""
 
 
-def guarded(base: Any, ours: Callable[[str], bool], trust: dict[type, bool]) -> dict[str, Callable[..., Any]]:
+def guarded(
+    base: Any, ours: Callable[[str], bool], trust: dict[type, bool], seen: Callable[[Any], None]
+) -> dict[str, Callable[..., Any]]:
     """Make two methods for `base` to carry. Every model asks `get_correct_attn_implementation` for its name when it is
     built or changed; `set_attn_implementation` skips models that it cannot change with a line in the log.
 
@@ -30,11 +32,13 @@ def guarded(base: Any, ours: Callable[[str], bool], trust: dict[type, bool]) -> 
         base: transformers' PreTrainedModel. ours: whether a name is one that the guard is for; raises where it is a pin
             of a backend that nobody knows.
         trust: filled here, see `masks.make_mask`.
+        seen: called with the Python module of each model.
     """
     original, setter = base.get_correct_attn_implementation, base.set_attn_implementation
 
     @functools.wraps(original)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        seen(sys.modules.get(type(self).__module__))
         if requested_attention is None or not ours(requested_attention):
             name: str = original(self, requested_attention, *args, **kwargs)
             return name

@@ -8,34 +8,40 @@ back. Modules are recognised by what they have and compute (`latent_check`), nev
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
 from torch import Tensor, nn
 
+from ...contract import Keep
+from ...dispatch.binding import dtype_name
 from ...errors import ConfigError, InvalidInputError, UnsupportedRequestError
 from ...serving.layer import AttentionLayer
+from ...serving.mla.lists import INDEX
 from .keywords import HARMLESS
-from .latent_check import looks_latent, nearest_rotary, rope_rule
-from .latent_parts import compute_parts, heads_of
+from .latent_check import lists_tokens, looks_latent, nearest_rotary, rope_rule
+from .latent_parts import compute_index, compute_parts, heads_of
 
 __all__ = ["LatentForward", "LatentModule", "Replacement", "latent_modules", "replaced"]
 
-LatentForward = Callable[[Any, Tensor, Tensor, Tensor, AttentionLayer], Tensor]
+LatentForward = Callable[..., Tensor]
 """(module, q_nope [T, H, D_nope], q_pe [T, H, D_r], rows [T, D_c + D_r], layer) -> [T, H, D_v], such as
-`polyattn.serving.mla.LatentAttention.forward`."""
+`polyattn.serving.mla.LatentAttention.forward`; of a module with an indexer its `Index` follows."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LatentModule:
     """A module whose forward is replaced: its name in the model, itself, how it turns positions (`latent_parts.RULES`),
-    and what serving knows of it. Its `layer_id` is the module's `layer_idx`."""
+    and what serving knows of it. Its `layer_id` is the module's `layer_idx`. index_rope: as `rope`, of its indexer;
+    empty where it has none."""
 
     name: str
     module: nn.Module
     rope: str
     layer: AttentionLayer
+    index_rope: str = ""
 
     def __str__(self) -> str:
         made = self.layer
@@ -55,11 +61,11 @@ def latent_modules(model: nn.Module) -> list[LatentModule]:
     for name, module in model.named_modules():
         if not looks_latent(module):
             continue
-        rope, reason = rope_rule(module, nearest_rotary(model, name))
+        rope, index_rope, reason = rope_rule(module, nearest_rotary(model, name))
         if reason:
             refused[name] = [reason]
         else:
-            found.append(LatentModule(name, module, rope, _layer(module)))
+            found.append(LatentModule(name, module, rope, _layer(module), index_rope))
     kind = type(model).__name__
     if refused:
         name, reasons = next(iter(refused.items()))
@@ -148,6 +154,7 @@ def replaced(model: nn.Module, forward: LatentForward) -> Replacement:
 
 
 def _layer(module: Any) -> AttentionLayer:
+    indexer = getattr(module, "indexer", None)
     return AttentionLayer(
         layer_id=module.layer_idx,
         heads=heads_of(module),
@@ -156,11 +163,17 @@ def _layer(module: Any) -> AttentionLayer:
         v_head_dim=module.kv_lora_rank,
         scale=float(module.scaling),
         latent=True,
+        token_topk=module.config.index_topk if lists_tokens(module) else 0,
+        keeps=[]
+        if indexer is None
+        else [Keep(INDEX, "token", (indexer.head_dim,), dtype_name(indexer.wk.weight.dtype))],
     )
 
 
-def _forward(entry: LatentModule, attend: LatentForward) -> Callable[..., tuple[Tensor, None]]:
+def _forward(entry: LatentModule, attend: LatentForward) -> Callable[..., tuple[Tensor | None, ...]]:
     module: Any = entry.module
+    # Layers that share lists hand them on beside their result; here the step has them.
+    more_results = (None,) if "prev_topk_indices" in inspect.signature(module.forward).parameters else ()
 
     def polyattn_latent_forward(
         hidden_states: Tensor,
@@ -169,7 +182,7 @@ def _forward(entry: LatentModule, attend: LatentForward) -> Callable[..., tuple[
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **more: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor | None, ...]:
         if position_embeddings is None:
             raise InvalidInputError(f"{entry.name} was called without position_embeddings; its rows need positions")
         if attention_mask is not None or past_key_values is not None:
@@ -189,7 +202,11 @@ def _forward(entry: LatentModule, attend: LatentForward) -> Callable[..., tuple[
                 {name: ["unknown keyword"] for name in unknown},
             )
         parts = compute_parts(module, hidden_states, position_embeddings, entry.rope)
-        out = attend(module, *parts, entry.layer)
-        return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+        if entry.index_rope:
+            index = compute_index(module, hidden_states, position_embeddings, entry.index_rope)
+            out = attend(module, *parts, entry.layer, index)
+        else:
+            out = attend(module, *parts, entry.layer)
+        return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None, *more_results
 
     return polyattn_latent_forward

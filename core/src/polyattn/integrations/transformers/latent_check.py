@@ -17,15 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...semantics.token_index import index_scores
 from ...serving.mla import expand, split_kv_b
-from .latent_parts import RULES, compute_parts, heads_of, rules_for
+from .latent_parts import RULES, compute_index, compute_parts, heads_of, rules_for
 from .registry import interfaces
 
-__all__ = ["looks_latent", "nearest_rotary", "rope_rule", "takes_no_positions"]
+__all__ = ["lists_tokens", "looks_latent", "nearest_rotary", "rope_rule", "takes_no_positions"]
 
 _NUMBERS = ("layer_idx", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scaling")
 _QUERY = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
 _OTHERS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+_INDEXER = (
+    *("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "head_dim", "qk_rope_head_dim", "softmax_scale"),
+    *("index_topk", "config"),
+)
 _ARGUMENTS = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 _PROBE = "polyattn_latent_probe"
 _POSITIONS = (5, 11)
@@ -39,6 +44,11 @@ def takes_no_positions(module: nn.Module) -> bool:
 def looks_latent(module: nn.Module) -> bool:
     """Tell whether a module must be served as latent attention, or refused."""
     return hasattr(module, "kv_b_proj") or hasattr(module, "kv_lora_rank")
+
+
+def lists_tokens(module: nn.Module) -> bool:
+    """Tell whether the queries of a module see listed tokens only: it has an indexer, or takes another's lists."""
+    return hasattr(module, "indexer")
 
 
 def nearest_rotary(model: nn.Module, name: str) -> nn.Module | str:
@@ -56,17 +66,51 @@ def nearest_rotary(model: nn.Module, name: str) -> nn.Module | str:
     return "no module above it makes rotary positions (none has inv_freq)"
 
 
-def rope_rule(module: Any, rotary: Any) -> tuple[str, str]:
-    """Return (name of its rotation in `RULES`, "") for a module that can be served, ("", why not) for another."""
+def rope_rule(module: Any, rotary: Any) -> tuple[str, str, str]:
+    """Return (name of its rotation in `RULES`, that of its indexer or "", "") for a module that can be served, ("", "",
+    why not) for another."""
     reason = _structure(module)
     if reason:
-        return "", reason
+        return "", "", reason
     if isinstance(rotary, str):
-        return "", rotary
+        return "", "", rotary
     try:
-        return _compare(module, rotary)
+        rule, reason = _compare(module, rotary)
+        index_rule = ""
+        if not reason and getattr(module, "indexer", None) is not None:
+            index_rule, reason = _index_rule(module, rotary)
     except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as exc:
-        return "", f"running it on two tokens fails: {type(exc).__name__}: {exc}"
+        return "", "", f"running it on two tokens fails: {type(exc).__name__}: {exc}"
+    return ("", "", reason) if reason else (rule, index_rule, "")
+
+
+def _index_rule(module: Any, rotary: Any) -> tuple[str, str]:
+    """Return (how the module's indexer turns its rows, "") or ("", why it is not known): the tokens that it lists are
+    compared with those of the highest scores."""
+    indexer, count = module.indexer, 24
+    weight = indexer.wk.weight
+    hidden = torch.randn(1, count, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight)
+    where = torch.arange(0, 7 * count, 7, device=hidden.device)[None]
+    mask = torch.ones(1, count, count, dtype=torch.bool, device=hidden.device).tril()
+    kept = indexer.index_topk
+    with torch.no_grad():
+        positions = rotary(hidden, where)
+        try:
+            indexer.index_topk = 4
+            residual = module.q_a_layernorm(module.q_a_proj(hidden))
+            listed = indexer(hidden, residual, positions, mask, where)[0, 4:].long()
+        finally:
+            indexer.index_topk = kept
+        for rule in rules_for(positions):
+            index = compute_index(module, hidden, positions, rule)
+            scores = index_scores(index.query, index.key, index.weights).masked_fill(~mask[0], -torch.inf)[4:]
+            # The worst that is listed is no worse than the best that is not, but for rounding.
+            worst = scores.gather(1, listed).amin(1)
+            best = scores.scatter(1, listed, -torch.inf).amax(1)
+            spread = scores.masked_fill(~mask[0, 4:], 0.0).abs().amax(1)
+            if bool((worst >= best - _limit(weight.dtype) * spread).all()):
+                return rule, ""
+    return "", f"its {type(indexer).__name__} lists other tokens than its parts, by each of {', '.join(RULES)}"
 
 
 def _structure(module: Any) -> str:
@@ -81,7 +125,8 @@ def _structure(module: Any) -> str:
         return f"it has no {', '.join(lack)}"
     own = {name for name, _ in module.named_parameters(recurse=False)}
     own |= {name for name, _ in module.named_buffers(recurse=False)}
-    if more := sorted((children - queries[0] - _OTHERS) | own):
+    known = {"indexer"} if all(hasattr(getattr(module, "indexer", None), name) for name in _INDEXER) else set()
+    if more := sorted((children - queries[0] - _OTHERS - known) | own):
         return f"it also has {', '.join(more)}, of which latent attention knows nothing"
     if "forward" in vars(module):
         return f"its forward has been replaced already, by {getattr(module.forward, '__qualname__', 'another')}"
@@ -146,8 +191,16 @@ def _look(module: Any, hidden: Tensor, positions: Any, made: Tensor) -> tuple[di
         seen.update(query=query, key=key, value=value, options={"attention_mask": mask, **options})
         return made, None
 
+    given: dict[str, Any] = {"attention_mask": None}
+    if lists_tokens(module):
+        # Of so few tokens an indexer lists all.
+        count = hidden.shape[1]
+        given["attention_mask"] = torch.ones(1, 1, count, count, dtype=torch.bool, device=hidden.device).tril()
+        given["position_ids"] = torch.arange(count, device=hidden.device)[None]
+        if module.indexer is None:
+            given["prev_topk_indices"] = torch.zeros(1, count, count, dtype=torch.int32, device=hidden.device)
     with _implementation(module.config, looking):
-        result = module(hidden, position_embeddings=positions, attention_mask=None)
+        result = module(hidden, position_embeddings=positions, **given)
     return seen, result[0] if isinstance(result, tuple) else result
 
 
@@ -165,7 +218,8 @@ def _implementation(config: Any, function: Any) -> Iterator[None]:
 
 
 def _options(module: Any, seen: dict[str, Any]) -> str:
-    given = {k: v for k, v in seen["options"].items() if v is not None and k not in ("dropout", "scaling")}
+    known = {"dropout", "scaling", *(("indices", "attention_mask", "position_ids") if lists_tokens(module) else ())}
+    given = {k: v for k, v in seen["options"].items() if v is not None and k not in known}
     if given:
         return f"it hands {', '.join(sorted(given))} to its attention function"
     scale = seen["options"].get("scaling")

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Parts", "compute_parts", "heads_of", "rules_for"]
+from ...serving.mla.lists import Index
+
+__all__ = ["RULES", "Parts", "compute_index", "compute_parts", "heads_of", "rules_for"]
 
 Rule = Callable[[Tensor, Any], Tensor]
 
@@ -67,6 +69,22 @@ def heads_of(module: Any) -> int:
     each: int = module.qk_nope_head_dim + module.v_head_dim
     rows: int = module.kv_b_proj.weight.shape[0]
     return rows // each
+
+
+def compute_index(module: Any, hidden: Tensor, positions: Any, rule: str) -> Index:
+    """Compute what the indexer of a module makes of hidden states [B, S, hidden], for T = B * S tokens."""
+    indexer, turn = module.indexer, RULES[rule]
+    query = indexer.wq_b(module.q_a_layernorm(module.q_a_proj(hidden)))
+    query = torch.unflatten(query, -1, (indexer.n_heads, indexer.head_dim))
+    key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(-2)
+    turned = []
+    for rows in (query, key):
+        first, rest = rows.split([indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim], -1)
+        turned.append(torch.cat([turn(first, positions), rest], -1))
+    factor = indexer.n_heads**-0.5 * indexer.softmax_scale
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * factor
+    query, key = turned
+    return Index(query.flatten(0, 1), key.squeeze(-2).flatten(0, 1), weights.flatten(0, 1))
 
 
 def compute_parts(module: Any, hidden: Tensor, positions: Any, rule: str) -> Parts:

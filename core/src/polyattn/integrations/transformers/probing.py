@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedRequestError
 from ...serving.layer import AttentionLayer, StateLayer
 from ..common.keywords import asked_by
-from .guard import dual_chunks
+from .chunks import Turning
 from .keywords import HARMLESS, read_keywords
 from .probing_positions import check_positions
 from .recurrent import Shapes, calling
@@ -53,9 +53,13 @@ def attending(configs: Sequence[Any], name: str) -> Iterator[None]:
             config._attn_implementation_internal = old
 
 
-def reading(call: Attend) -> Callable[..., tuple[Tensor, None]]:
+def reading(call: Attend, *, lists: bool = False) -> Callable[..., tuple[Tensor, None]]:
     """Make an attention function for transformers that sorts the keywords and asks `call(module, query, key, value,
-    mask, scale, window, softcap, sinks)`; query, key and value are [B, H, S, D] as the layer gave them."""
+    mask, scale, window, softcap, sinks)`; query, key and value are [B, H, S, D] as the layer gave them.
+
+    Args:
+        lists: a layer may list the tokens that its queries see, which `call` does not look at.
+    """
 
     def polyattn_serving(
         module: Any,
@@ -71,6 +75,8 @@ def reading(call: Attend) -> Callable[..., tuple[Tensor, None]]:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        if lists:
+            kwargs.pop("indices", None)
         more = read_keywords(kwargs, s_aux, HARMLESS, module, None)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if dropout or not causal or more.bias is not None or more.cu_q is not None or more.sequence is not None:
@@ -156,12 +162,14 @@ def _record(
     return _nothing(query, value)
 
 
-def probe(model: Any, max_positions: int = 0) -> tuple[dict[nn.Module, AttentionLayer], tuple[StateLayer, ...]]:
+def probe(
+    model: Any, max_positions: int = 0, turning: Turning | None = None
+) -> tuple[dict[nn.Module, AttentionLayer], tuple[StateLayer, ...]]:
     """Map each attention module to its `AttentionLayer`, in the order of the forward pass, and describe the layers of
     linear attention in their order.
 
     Args:
-        max_positions: no position reaches it; 0 = not said.
+        max_positions: no position reaches it; 0 = not said. turning: of a model of dual chunk attention.
 
     Raises:
         UnsupportedRequestError: the model has layers that keep a state other than keys and values, masks other than
@@ -170,8 +178,6 @@ def probe(model: Any, max_positions: int = 0) -> tuple[dict[nn.Module, Attention
     """
     config = model.config.get_text_config(decoder=True)
     kind = type(model).__name__
-    if ignored := dual_chunks(config):
-        raise _refused(f"{kind} has {ignored}", "transformers computes plain attention for it, without a word")
 
     def keys(positions: Sequence[int]) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
         seen: list[tuple[Any, Tensor, Tensor, Tensor]] = []
@@ -192,15 +198,19 @@ def probe(model: Any, max_positions: int = 0) -> tuple[dict[nn.Module, Attention
         raise _refused(reason, "what the others keep between steps is in no page")
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise _refused(f"{shared} layers of {kind} use other layers' keys", "a layer has pages of its own")
+    if turning is not None:
+        max_positions = min(max_positions or turning.chunks.length, turning.chunks.length)
+        turning.check(keys)
     if found := check_positions(keys, max_positions):
         raise _refused(*found)
-    return notes.layers, recurrent
+    chunks = None if turning is None else turning.chunks
+    return {m: dataclasses.replace(layer, dual_chunk=chunks) for m, layer in notes.layers.items()}, recurrent
 
 
 def _run(model: Any, positions: Sequence[int], call: Attend) -> _Notes:
     """Run one pass over equal tokens at these positions, with `call` for attention."""
     functions, masks, _ = interfaces()
-    functions.register(PROBE, reading(call))
+    functions.register(PROBE, reading(call, lists=True))
     masks.register(PROBE, _mask)
     notes = _Notes({}, {})
     _notes.append(notes)

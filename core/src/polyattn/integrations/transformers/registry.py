@@ -16,6 +16,7 @@ from .attention import make_forward
 from .batching import admitting, manager
 from .guard import guarded
 from .keywords import HARMLESS, SEMANTIC
+from .linear import reach, reach_all
 from .masks import make_mask
 from .names import TAKEOVER, check_name, pinned_names
 
@@ -45,7 +46,8 @@ _trust: dict[type, bool] = {}
 """Config class -> whether its models stand bool and missing masks. `sdpa` is asked of the model by transformers."""
 
 _guards = Patches()
-"""The methods of transformers' classes that are guarded while something is installed."""
+"""What is put into transformers while something is installed, whatever its name: guarded methods of classes, and the
+functions of linear attention."""
 
 
 def interfaces() -> tuple[Any, Any, Any]:
@@ -65,6 +67,9 @@ def install(name: str = "polyattn", *, harmless: Iterable[str] = ()) -> tuple[st
 
     Beside the name itself, which follows polyattn's overrides and automatic choice, `name|backend` is registered for
     every backend polyattn knows: `attn_implementation="polyattn|fa3"` pins it. Calling again refreshes both.
+
+    Linear attention has no such names: models that compute gated delta rules call `polyattn.linear_attention` while
+    something is installed, whatever their attention implementation is.
 
     Args:
         name: what `attn_implementation=` will say. "sdpa" replaces transformers' own SDPA function for every model,
@@ -132,7 +137,8 @@ def installed() -> dict[str, str | None]:
 def _guard(base: Any) -> None:
     if _guards:
         return
-    carried = {base: guarded(base, _needs_guard, _trust)}
+    reach_all(_guards)
+    carried = {base: guarded(base, _needs_guard, _trust, lambda module: reach(module, _guards))}
     if (batching := manager()) is not None:
         carried[batching] = admitting(batching, _needs_guard)
     for owner, methods in carried.items():

@@ -10,19 +10,21 @@ import contextlib
 import contextvars
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import GraphError, InvalidInputError, UnsupportedRequestError
+from ...errors import InvalidInputError, UnsupportedRequestError
 from ...serving.layer import AttentionLayer, StateLayer
 from ...serving.mla import LatentAttention
 from ...serving.recurrent import RecurrentLayers
 from ..common.keywords import asked_by
+from .chunks import Turning, chunks_of
+from .images import Tower, no_images_because
 from .latent import LatentModule, Replacement, latent_modules
-from .latent_check import looks_latent, takes_no_positions
+from .latent_check import lists_tokens, looks_latent, takes_no_positions
 from .probing import attending, configs_of, probe, reading
 from .recurrent import calling
 from .registry import interfaces
@@ -52,7 +54,9 @@ class CausalLMRunner:
 
     Attributes:
         layers: its attention layers, in the order of the pass, and then those of linear attention, `recurrent`.
-        replaced: the latent modules whose forward is replaced while a step runs. vocab_size, max_positions (0 = not
+        turning: of a model of dual chunk attention (its config has a `dual_chunk_attention_config`), None of others.
+        replaced: the latent modules whose forward is replaced while a step runs. encode: computes the images of a
+            prompt, None where it reads none. vocab_size, max_positions (0 = not
             said), dtype, device: of the model.
 
     Raises:
@@ -68,13 +72,16 @@ class CausalLMRunner:
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.max_positions: int = _positions(getattr(config, "max_position_embeddings", 0) or 0, max_positions)
-        self.modules, self.recurrent = probe(model, self.max_positions)
+        chunks = chunks_of(config)
+        self.turning = None if chunks is None else Turning(chunks, model)
+        self.modules, self.recurrent = probe(model, self.max_positions, self.turning)
         self.configs = configs_of(model)
         self.replaced = _latent(model, self.modules, latent)
         attention: tuple[AttentionLayer, ...] = tuple(self.modules.values())
         if self.replaced:
             attention = tuple(entry.layer for entry in self.replaced)
         self.layers: tuple[AttentionLayer | StateLayer, ...] = (*attention, *self.recurrent)
+        self.encode = None if no_images_because(model) else Tower(model).encode
         self.picks = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
@@ -96,30 +103,36 @@ class _Serving:
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, batch: ForwardBatch, steps: Sequence[Step]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor | None,
+        batch: ForwardBatch,
+        steps: Sequence[Step],
+        inserts: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
-        runner, options = self.runner, {}
+        runner, options = self.runner, {"input_ids": input_ids[None]}
+        if inserts:
+            embeddings = runner.model.get_input_embeddings()(input_ids)
+            for at, features in inserts:
+                embeddings[at] = features.to(embeddings.dtype)
+            options = {"inputs_embeds": embeddings[None]}
         if keep is not None and runner.picks:
             options["logits_to_keep"] = keep
         replaced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.latent is not None:
             self.latent.plan(batch, steps)
             replaced = Replacement(list(runner.replaced), self.latent.forward)
+        if runner.turning is not None:
+            positions = runner.turning.plan(positions)
         recurrent: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.recurrent is not None:
-            if not steps:
-                raise GraphError(
-                    f"{type(runner.model).__name__} has layers of linear attention, whose steps are not recorded; "
-                    "build the engine with graphs=False"
-                )
-            self.recurrent.plan(batch, steps)
+            self.recurrent.plan(batch, steps or self.backend.steps)
             recurrent = calling(runner.model, _Recurrent(self.recurrent, runner.recurrent))
         with attending(runner.configs, SERVING), replaced, recurrent:
             token = _step.set(self)
             try:
-                out: Tensor = runner.model(
-                    input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **options
-                ).logits[0]
+                out: Tensor = runner.model(position_ids=positions.unsqueeze(-2), use_cache=False, **options).logits[0]
             finally:
                 _step.reset(token)
         return out if keep is None or runner.picks else out[keep]
@@ -151,15 +164,22 @@ def _positions(known: int, wanted: int | None) -> int:
     return wanted
 
 
-def _latent(model: Any, modules: Iterable[nn.Module], wanted: bool | None) -> tuple[LatentModule, ...]:
+def _latent(model: Any, modules: Collection[nn.Module], wanted: bool | None) -> tuple[LatentModule, ...]:
     """The modules that are served from latent rows."""
+    lists = next((module for module in modules if lists_tokens(module)), None)
+    if wanted is False and lists is not None:
+        raise UnsupportedRequestError(
+            f"latent=False for {type(model).__name__}, whose {type(lists).__name__} lists the tokens that its queries "
+            f"see, which only latent rows are served with; leave latent at None",
+            {"serving": ["whole keys and values with lists of tokens"]},
+        )
     if wanted is False or (wanted is None and not all(looks_latent(module) for module in modules)):
         return ()
     try:
         return tuple(latent_modules(model))
     except UnsupportedRequestError as exc:
         # Layers without positions, as hybrid models have them, are right from whole keys too, with larger caches.
-        if wanted or not all(takes_no_positions(module) for module in modules):
+        if wanted or lists is not None or not all(takes_no_positions(module) for module in modules):
             raise
         text = f"polyattn: latent attention is served from whole keys and values, whose caches are larger: {exc}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
@@ -183,5 +203,8 @@ def _attend(
             f"{asked_by(module, None)} was called under attn_implementation={SERVING!r} outside a step: that name is "
             f"for CausalLMRunner alone, which sets it while a step runs; give the model 'polyattn' or another one"
         )
+    runner = step.runner
     q, k, v = query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
-    return step.backend.forward(q, k, v, step.runner.modules[module]).unsqueeze(0)
+    if runner.turning is not None:
+        q = runner.turning.queries(q)
+    return step.backend.forward(q, k, v, runner.modules[module]).unsqueeze(0)

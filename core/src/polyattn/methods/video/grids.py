@@ -15,7 +15,7 @@ from torch import Tensor
 from ...contract import Like, Place
 from ...errors import InvalidInputError
 
-__all__ = ["Tiles", "grid_of", "tile_cells", "tiles_of"]
+__all__ = ["AGAIN", "Tiles", "grid_of", "tile_cells", "tiles_of"]
 
 Triple = tuple[int, int, int]
 
@@ -52,6 +52,13 @@ class Tiles:
         return torch.cartesian_prod(*axes)
 
 
+AGAIN = (
+    ". A layer that a backward computes again (activation checkpointing) keeps its place by "
+    "context_fn=polyattn.checkpoint_context_fn"
+)
+"""What to do where a place has lost what its run said."""
+
+
 def grid_of(place: Place, method: str) -> Triple:
     """The grid of a place.
 
@@ -61,7 +68,7 @@ def grid_of(place: Place, method: str) -> Triple:
     if place.grid is None:
         raise InvalidInputError(
             f"{method} works on a grid, and the place has none: give Place(grid=(T, H, W), ...), the tokens of the "
-            "video along time, height and width"
+            f"video along time, height and width{AGAIN}"
         )
     return place.grid
 

@@ -17,7 +17,7 @@ from ...contract import BlockOps
 from ...registry.device_ops import block_ops
 from ...semantics.validation import has_shapes_only
 
-__all__ = ["Blocks", "best", "kernels_for", "pooled", "scored", "wants_grad"]
+__all__ = ["Blocks", "best", "kernels_for", "kernels_on", "pooled", "scored", "wants_grad"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +185,12 @@ def wants_grad(*tensors: Tensor | None) -> bool:
 
 def kernels_for(tensor: Tensor) -> BlockOps | None:
     """Find kernels for a tensor: there are none for what has no contents, nor for float64."""
-    if has_shapes_only(tensor) or tensor.dtype == torch.float64:
-        return None
-    return block_ops(tensor.device.type)
+    return None if has_shapes_only(tensor) else kernels_on(tensor.device, tensor.dtype)
+
+
+def kernels_on(device: torch.device, dtype: torch.dtype) -> BlockOps | None:
+    """Find kernels for tensors like those, whether or not they have contents."""
+    return None if dtype == torch.float64 else block_ops(device.type)
 
 
 class _Gather(torch.autograd.Function):

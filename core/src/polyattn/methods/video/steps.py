@@ -6,6 +6,7 @@ import math
 
 from ...contract import Place
 from ...errors import InvalidInputError
+from .grids import AGAIN
 
 __all__ = ["first_ones", "first_shares", "known"]
 
@@ -51,5 +52,5 @@ def known(place: Place, name: str, why: str) -> int:
     """
     number: int | None = place.layer_number if name == "layer" else getattr(place, name)
     if number is None:
-        raise InvalidInputError(f"{why} needs to know the {name}, and the place has none: Place({name}=...)")
+        raise InvalidInputError(f"{why} needs to know the {name}, and the place has none: Place({name}=...){AGAIN}")
     return number

@@ -6,6 +6,7 @@ say which clusters of keys hold most of the attention of a cluster of queries (a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ _LARGE = 4
 _STILL = 1e-4
 _FEW = 4
 """Rounds of k-means that are run without asking whether centroids still move."""
+_PLANES = 12
+"""Planes that tell clusters apart: more than log2 of what is alike among a thousand of them."""
 _DISTANCES = 1 << 26
 """Most distances of tokens to centroids that are computed at once."""
 
@@ -49,15 +52,40 @@ class _Plan(NamedTuple):
     text: Tensor
 
 
+class Order(NamedTuple):
+    """An `Order` has the tokens of each head cluster after cluster.
+
+    Attributes:
+        tokens, place: int64 [B, H, S], the tokens in this order, and where each token is. sizes: int64 [B, H, C].
+    """
+
+    tokens: Tensor
+    place: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, labels: Tensor, clusters: int) -> Order:
+        """labels: int64 [B, H, S]."""
+        ops = kernels_for(labels)
+        if ops is not None:
+            return cls(*(t.long() for t in ops.in_order(labels, clusters)))
+        counts = torch.zeros(*labels.shape[:2], clusters, dtype=torch.int64, device=labels.device)
+        counts = counts.scatter_add(-1, labels, torch.ones_like(labels))
+        order = labels.argsort(dim=-1, stable=True)
+        numbers = torch.arange(labels.shape[2], device=labels.device)
+        return cls(order, torch.empty_like(order).scatter(-1, order, numbers.expand_as(order)), counts)
+
+
 class Clusters(NamedTuple):
-    """`Clusters` group the tokens of one side. labels: int64 [B, H, S]. centroids: [B, H, C, D]."""
+    """`Clusters` group the tokens of one side. labels: int64 [B, H, S]. centroids: [B, H, C, D]. order: if known."""
 
     labels: Tensor
     centroids: Tensor
+    order: Order | None = None
 
-    def sizes(self) -> Tensor:
-        """Count the tokens of each cluster, int64 [B, H, C]."""
-        return _counts(self.labels, self.centroids.shape[2])
+    def ordered(self, more: int = 0) -> Order:
+        """more: clusters that have no centroid."""
+        return self.order or Order.of(self.labels, self.centroids.shape[2] + more)
 
 
 class SVG2:
@@ -143,9 +171,11 @@ class SVG2:
                 return out
             seen = cluster_map(rows, keys, self.top_p, self.least)
             rows, keys, seen = _with_text(plan, rows, keys, seen)
+            more = seen.shape[2] - rows.centroids.shape[2]  # clusters of text
+            orders = (rows.ordered(more), keys.ordered(more))
             if not has_shapes_only(query):
-                kept[DENSITY] = _share(rows.labels, keys.labels, seen)
-        return clustered_attention(query, key, value, rows.labels, keys.labels, seen, inner)
+                kept[DENSITY] = _share(*orders, seen)
+        return clustered_attention(query, key, value, rows.labels, keys.labels, seen, inner, orders=orders)
 
     def density(self, plan: _Plan, place: Place) -> Any:
         return (place.kept or {}).get(DENSITY)
@@ -170,45 +200,59 @@ class SVG2:
                 )
             rounds, starts = self.more_rounds, list(before)
         made = [k_means(tensor, start, rounds) for tensor, start in zip(video, starts, strict=True)]
-        kept[KEPT] = tuple(one.centroids for one in made)
-        return made[0], made[1]
+        rows, keys = made
+        # Keys of clusters that are alike lie together from the next step on: kernels load them as one.
+        kept[KEPT] = (rows.centroids, keys.centroids if before is not None else _side_by_side(keys.centroids))
+        return rows, keys
 
 
 def k_means(points: Tensor, centroids: Tensor, rounds: int) -> Clusters:
-    """Cluster by Euclidean distance.
+    """Cluster by Euclidean distance. A round finds the nearest centroid of each point, and takes the means of these.
 
     Args:
         points: [B, H, S, D]. centroids: [B, H, C, D] to begin with. rounds: at most; fewer where no centroid moves by
             1e-4 any more. A cluster that nothing is nearest to keeps its centroid.
 
     Returns:
-        The centroids after the last round, float32 or float64, and the one that each point is nearest to.
+        The clusters of the last round, and their means, float32 or float64. Without a round, those of the centroids.
     """
     wide = torch.float64 if points.dtype == torch.float64 else torch.float32
     centroids = centroids.to(wide)
-    done = torch.zeros((), dtype=torch.bool, device=points.device)
-    for _ in range(rounds):
-        moved = _moved(points, centroids)
+    labels, done = _nearest(points, centroids), torch.zeros((), dtype=torch.bool, device=points.device)
+    order = Order.of(labels, centroids.shape[2])
+    for number in range(rounds):
+        if number:
+            labels = _nearest(points, centroids)
+            order = Order.of(labels, centroids.shape[2])
+        moved = _means(points, labels, order, centroids)
         # Without a wait for the device, but where many rounds may be saved.
         still = (moved - centroids).norm(dim=-1).amax() < _STILL
         centroids = torch.where(done, centroids, moved)
         done = done | still
         if rounds > _FEW and bool(done):
             break
-    return Clusters(_nearest(points, centroids), centroids)
+    return Clusters(labels, centroids, order)
 
 
-def _moved(points: Tensor, centroids: Tensor) -> Tensor:
-    """The means of the points that are nearest to each centroid; where there are none, the centroid."""
-    labels, clusters = _nearest(points, centroids), centroids.shape[2]
+def _side_by_side(centroids: Tensor) -> Tensor:
+    """Sort centroids [B, H, C, D] so that neighbours are alike: by the sides of random planes that they are on."""
+    draw = torch.Generator().manual_seed(0)
+    planes = torch.randn(centroids.shape[3], _PLANES, generator=draw, dtype=centroids.dtype).to(centroids.device)
+    sides = (centroids - centroids.mean(2, keepdim=True)) @ planes > 0
+    number = (sides * 2 ** torch.arange(_PLANES, device=sides.device)).sum(-1)
+    return centroids.gather(2, number.argsort(dim=-1, stable=True)[..., None].expand(centroids.shape))
+
+
+def _means(points: Tensor, labels: Tensor, order: Order, centroids: Tensor) -> Tensor:
+    """The mean of each cluster; of an empty one its centroid."""
     ops = kernels_for(points)
     if ops is not None:
-        order, _, counts = ops.in_order(labels, clusters)
-        return ops.cluster_means(points, order, counts, centroids)
-    counts = _counts(labels, clusters)[..., None]
+        tokens, sizes = (t.to(torch.int32) for t in (order.tokens, order.sizes))
+        return ops.cluster_means(points, tokens, sizes, centroids)
     where = labels[..., None].expand(points.shape)
-    means = torch.zeros_like(centroids).scatter_add(2, where, points.to(centroids.dtype)) / counts.clamp(min=1)
-    return torch.where(counts > 0, means, centroids)
+    sums = torch.zeros_like(centroids).scatter_add(2, where, points.to(centroids.dtype))
+    sizes = order.sizes[..., None]
+    return torch.where(sizes > 0, sums / sizes.clamp(min=1), centroids)
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
@@ -240,7 +284,7 @@ def cluster_map(rows: Clusters, keys: Clusters, top_p: float, least: float) -> T
         bool [B, H_q, C_q, C_k].
     """
     group = rows.labels.shape[1] // keys.labels.shape[1]
-    centroids, sizes = keys.centroids.repeat_interleave(group, 1), keys.sizes().repeat_interleave(group, 1)
+    centroids, sizes = keys.centroids.repeat_interleave(group, 1), keys.ordered().sizes.repeat_interleave(group, 1)
     scores = rows.centroids @ centroids.mT / rows.centroids.shape[-1] ** 0.5
     if top_p >= 1:  # rounding of the sums below would lose clusters
         return torch.ones_like(scores, dtype=torch.bool)
@@ -292,22 +336,21 @@ class _Side(NamedTuple):
     ahead: Tensor
 
     @classmethod
-    def of(cls, labels: Tensor, clusters: int, block: int) -> _Side:
-        ops = kernels_for(labels)
-        if ops is not None:
-            order, place, counts = (t.long() for t in ops.in_order(labels, clusters))
-        else:
-            counts = _counts(labels, clusters)
-            order = labels.argsort(dim=-1, stable=True)
-            tokens = torch.arange(labels.shape[2], device=labels.device)
-            place = torch.empty_like(order).scatter(-1, order, tokens.expand_as(order))
+    def of(cls, labels: Tensor, clusters: int, block: int, known: Order | None = None, work: Any = None) -> _Side:
+        """known: of the labels. work: [B, H, clusters], by which clusters have the first blocks; None = by number."""
+        order, place, counts = known or Order.of(labels, clusters)
         filled = (counts + block - 1) // block
+        turn = None if work is None else work.argsort(dim=-1, descending=True, stable=True)
+        filled = filled if turn is None else filled.gather(-1, turn)
         ends = filled.cumsum(-1)
         first, ahead = ends - filled, counts.cumsum(-1) - counts
         # A cluster fills up at most one block: no size depends on the labels, and nothing waits for the device.
         number = labels.shape[2] // block + min(clusters, labels.shape[2])
         blocks = torch.arange(number, device=labels.device).expand(*labels.shape[:2], -1).contiguous()
         cluster = torch.searchsorted(ends, blocks, right=True)
+        if turn is not None:
+            first = torch.empty_like(first).scatter(-1, turn, first)
+            cluster = torch.nn.functional.pad(turn, (0, 1), value=clusters).gather(-1, cluster)
         inside = cluster.clamp(max=clusters - 1)
         done = (blocks - first.gather(-1, inside)) * block
         sizes = (counts.gather(-1, inside) - done).clamp(0, block).masked_fill(cluster == clusters, 0)
@@ -349,14 +392,16 @@ class _Side(NamedTuple):
 
 
 def clustered_attention(
-    query: Tensor, key: Tensor, value: Tensor, row_labels: Tensor, key_labels: Tensor, seen: Tensor, inner: Inner
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, row_labels: Tensor, key_labels: Tensor, seen: Tensor, inner: Inner,
+    *, orders: Sequence[Order | None] = (None, None),
+) -> Tensor:  # fmt: skip
     """Attend from clusters to clusters, exactly.
 
     Args:
         query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v].
         row_labels: int64 [B, H_q, S]. key_labels: int64 [B, H_kv, S]. seen: bool [B, H_q, C_q, C_k].
         inner: the calls of families; one of block_sparse is made, whose key blocks start where clusters do.
+        orders: of the labels of rows and keys, where they are known.
 
     Returns:
         [B, H_q, S, D_v]. Queries that see no key are 0.
@@ -364,7 +409,11 @@ def clustered_attention(
     group, clusters = query.shape[1] // key.shape[1], seen.shape[2]
     # Larger blocks of queries load fewer keys; where clusters are small they would be mostly empty.
     block = 2 * _BLOCK if query.shape[2] >= _LARGE * _BLOCK * clusters else _BLOCK
-    rows, keys = _Side.of(row_labels, clusters, block), _Side.of(key_labels, seen.shape[3], _BLOCK)
+    order = orders[1] or Order.of(key_labels, seen.shape[3])
+    keys = _Side.of(key_labels, seen.shape[3], _BLOCK, order)
+    # The longest lists first: programs that take turns with blocks have equal shares then.
+    length = seen.float() @ order.sizes.repeat_interleave(group, 1).float()[..., None]
+    rows = _Side.of(row_labels, clusters, block, orders[0], length[..., 0])
     columns = keys.cluster.repeat_interleave(group, 1)
     # Blocks of no cluster are seen by none. Lists are made for clusters, and are those of each of their blocks.
     block_map = torch.nn.functional.pad(seen, (0, 1), value=False)
@@ -383,16 +432,9 @@ def clustered_attention(
     return rows.back(out)
 
 
-def _share(rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-    """The share of the pairs of tokens that a map of clusters keeps, a number that stays on the device. Shapes as
-    `clustered_attention`."""
-    queries, tokens = _counts(rows, seen.shape[2]).double(), _counts(keys, seen.shape[3]).double()
-    tokens = tokens.repeat_interleave(rows.shape[1] // keys.shape[1], 1)
+def _share(rows: Order, keys: Order, seen: Tensor) -> Tensor:
+    """The share of the pairs of tokens that a map of clusters keeps, a number that stays on the device."""
+    queries, tokens = rows.sizes.double(), keys.sizes.double()
+    tokens = tokens.repeat_interleave(queries.shape[1] // tokens.shape[1], 1)
     pairs = (queries * (seen.double() @ tokens[..., None]).squeeze(-1)).sum(-1)
-    return (pairs / (rows.shape[2] * keys.shape[2])).mean()
-
-
-def _counts(labels: Tensor, clusters: int) -> Tensor:
-    """Count the tokens of each cluster: int64 [B, H, S] -> [B, H, C]."""
-    counts = torch.zeros(*labels.shape[:2], clusters, dtype=torch.int64, device=labels.device)
-    return counts.scatter_add(-1, labels, torch.ones_like(labels))
+    return (pairs / (rows.tokens.shape[2] * keys.tokens.shape[2])).mean()

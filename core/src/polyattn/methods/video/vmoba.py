@@ -17,8 +17,9 @@ from ...errors import ConfigError, InvalidInputError
 from ...semantics.merge_lse import merge_rows
 from ...semantics.validation import has_shapes_only
 from .grids import grid_of
-from .rows import kernels_for, wants_grad
+from .rows import kernels_for, kernels_on, wants_grad
 from .steps import first_ones, known
+from .tiles import scale_of
 
 __all__ = ["Chunks", "VMoBA", "chunk_means", "chunk_scores", "chunks_of", "select_chunks", "vmoba_mask"]
 
@@ -26,8 +27,8 @@ NAME = "vmoba_attn"
 DENSITY = "density"
 _MOVED = 64
 """Rows that a kernel moves together."""
-_ROWS = 96
-"""Rows of a query, over all heads, that are held at once."""
+_LONG = 512
+"""Keys of chunks for which a copy of queries costs less than the kernels of packed sequences save."""
 
 
 class Chunks(NamedTuple):
@@ -35,12 +36,14 @@ class Chunks(NamedTuple):
 
     Attributes:
         order: int64 [S], the tokens chunk after chunk. own: int64 [S], the chunk of each token.
-        sizes: tokens of each chunk.
+        sizes: tokens of each chunk. starts, lengths: int32 [C], where a chunk is in `order`, and `sizes` on the device.
     """
 
     order: Tensor
     own: Tensor
     sizes: tuple[int, ...]
+    starts: Tensor
+    lengths: Tensor
 
 
 class _Cut(NamedTuple):
@@ -153,12 +156,11 @@ class VMoBA:
                 # The query of each entry: its number in [B, H, S].
                 rows, longest = index // (S * len(chunks.sizes)) * S + index % S, int(counts.max())
                 kept[DENSITY] = _share(counts, chunks, S)
-        sizes = torch.tensor(chunks.sizes * (B * H), dtype=torch.int32, device=query.device)
         out, lse = inner.varlen(
             query.flatten(0, 2).index_select(0, rows).unsqueeze(1),
             *(_packed(_in_chunks(tensor, chunks), group) for tensor in (key, value)),
             cu_seqlens_q=_cumulative(counts),
-            cu_seqlens_k=_cumulative(sizes),
+            cu_seqlens_k=_cumulative(chunks.lengths.repeat(B * H)),
             max_seqlen_q=longest,
             max_seqlen_k=max(chunks.sizes),
             return_lse=True,
@@ -170,57 +172,55 @@ class VMoBA:
         self, cut: _Cut, chunks: Chunks, query: Tensor, key: Tensor, value: Tensor, inner: Inner, kept: dict[str, Any]
     ) -> Tensor | None:
         """Attend with what kernels choose and merge; None: there are none for this choice, or gradients are wanted."""
-        if self.scope != "query_head" or (self.threshold or 0) >= 1 or wants_grad(query, key, value):
-            return None
-        ops, group = kernels_for(query), query.shape[1] // key.shape[1]
+        ops = self._kernels(query.device, query.dtype, trained=wants_grad(query, key, value))
         if ops is None:
             return None
-        means = chunk_means(key, chunks)
-        sides = [_in_chunks(tensor, chunks) for tensor in (key, value)]
-        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        # A query is a row for each of its chunks: of many only some heads at once, or they take all memory.
-        likely = cut.kept if self.threshold is None else len(chunks.sizes) * self.threshold
-        together, all_counts = max(1, int(_ROWS // (max(likely, 1) * group))), []
-        for head in range(0, key.shape[1], together):
-            keys = slice(head, head + together)
-            mine = slice(head * group, (head + together) * group)
-            some = (query[:, mine], means[:, keys], *(side[:, keys] for side in sides))
-            found = self._some_heads(cut, chunks, ops, inner, *some)
-            if found is None:
-                return None
-            out[:, :, mine], counts = found
-            all_counts.append(counts)
-        if not has_shapes_only(query):
-            kept[DENSITY] = _share(torch.cat(all_counts, 1)[..., :-1], chunks, query.shape[2])
-        return out.transpose(1, 2)
+        (B, H, S), group = query.shape[:3], query.shape[1] // key.shape[1]
+        longest = max(chunks.sizes)
+        if has_shapes_only(query):
+            return None if longest >= _LONG else query.new_empty(B, H, S, value.shape[3])
 
-    def _some_heads(
-        self, cut: _Cut, chunks: Chunks, ops: BlockOps, inner: Inner, query: Tensor, means: Tensor, *sides: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """[B, S, H, D_v] of some query heads [B, H, S, D], whose keys' sides [B, H_kv, S, D] lie in chunks; and how
-        many queries each chunk has, [B, H, C + 1], where the last are none."""
-        pairs = ops.choose(query, means, chunks.own, cut.kept, self.threshold)
-        if pairs is None:
+        def packed(rows: Tensor, counts: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+            """What is behind the last pair of a head is for a chunk without keys."""
+            number, P = rows.shape[1:3]
+            rest = P - counts.sum(-1, keepdim=True, dtype=torch.int32)
+            sizes = torch.nn.functional.pad(chunks.lengths, (0, 1)).repeat(B * number)
+            sides = [_packed(_in_chunks(t[:, keys], chunks), group) for t in (key, value)]
+            out, lse = inner.varlen(
+                rows.flatten(0, 2).unsqueeze(1),
+                *sides,
+                cu_seqlens_q=_cumulative(torch.cat([counts, rest], -1).flatten()),
+                cu_seqlens_k=_cumulative(sizes),
+                # Of a threshold it is known that some head has as many pairs, of a number of chunks that all have.
+                max_seqlen_q=S if self.threshold is None else max(S, P),
+                max_seqlen_k=longest,
+                return_lse=True,
+            )
+            return out.view(B, number, P, -1), lse.view(B, number, P)
+
+        found = ops.attend_chosen(
+            query, key, value, chunk_means(key, chunks),
+            (chunks.order.to(torch.int32), chunks.starts, chunks.lengths, chunks.own.to(torch.int32)),
+            longest, cut.kept, self.threshold, scale_of(inner, query),
+            packed if longest >= _LONG else None,
+        )  # fmt: skip
+        if found is None:
             return None
-        (chosen, queries, firsts), count = pairs, len(chunks.sizes)
-        B, H, P = chosen.shape
-        order, places, counts = ops.in_order(chosen, count + 1)
-        starts = torch.arange(0, P, _MOVED, dtype=torch.int32, device=query.device)
-        own = [t.expand(B, H, -1).contiguous() for t in (starts, (P - starts).clamp(max=_MOVED))]
-        lists = (queries.gather(-1, order.long()), own[0], own[1])
-        rows, _ = ops.gather(query, lists, _MOVED, filled=False, means=False)
-        # One chunk more, without keys, for what is behind a head's last pair.
-        sizes = torch.tensor((*chunks.sizes, 0) * (B * H), dtype=torch.int32, device=query.device)
-        out, lse = inner.varlen(
-            rows.flatten(0, 2).unsqueeze(1),
-            *(_packed(side, H // side.shape[1]) for side in sides),
-            cu_seqlens_q=_cumulative(counts.flatten()),
-            cu_seqlens_k=_cumulative(sizes),
-            max_seqlen_q=int(counts.max()),
-            max_seqlen_k=max(chunks.sizes),
-            return_lse=True,
-        )
-        return ops.merge_chosen(out.view(B, H, P, -1), lse.view(B, H, P), places, firsts), counts.view(B, H, -1)
+        kept[DENSITY] = _share(found[1], chunks, S)
+        return found[0].transpose(1, 2)
+
+    def _kernels(self, device: torch.device, dtype: torch.dtype, *, trained: bool) -> BlockOps | None:
+        """Those of the device, if they make choices like these. They have no gradients."""
+        if self.scope != "query_head" or (self.threshold or 0) >= 1 or trained:
+            return None
+        return kernels_on(device, dtype)
+
+    def own_kernels(self, place: Place, like: Like, trained: bool) -> tuple[str, ...]:
+        """Return what a run is told of kernels that are no calls of families."""
+        ops = self._kernels(like.device, like.dtype, trained=trained)
+        cut = self.cut_of(place)
+        sizes = chunks_of(grid_of(place, NAME), cut.chunk, torch.device("cpu"), cut.option).sizes
+        return () if ops is None or max(sizes) >= _LONG else (f"chosen chunks: {ops.name}",)
 
     def density(self, plan: dict[str, Chunks], place: Place) -> Any:
         return (place.kept or {}).get(DENSITY)
@@ -258,8 +258,9 @@ def chunks_of(grid: Sequence[int], chunk: Sequence[int], device: torch.device, o
             )
     cells = torch.cartesian_prod(torch.arange(T) // t, torch.arange(H) // h, torch.arange(W) // w)
     own = (cells[:, 0] * (H // h) + cells[:, 1]) * (W // w) + cells[:, 2]
-    sizes = tuple(own.bincount().tolist())
-    return Chunks(own.argsort(stable=True).to(device), own.to(device), sizes)
+    counts = own.bincount()
+    lists = (t.to(torch.int32).to(device) for t in (counts.cumsum(0) - counts, counts))
+    return Chunks(own.argsort(stable=True).to(device), own.to(device), tuple(counts.tolist()), *lists)
 
 
 def chunk_scores(query: Tensor, key: Tensor, chunks: Chunks) -> Tensor:
@@ -279,7 +280,7 @@ def chunk_means(key: Tensor, chunks: Chunks) -> Tensor:
     """Take the mean of the keys of each chunk, [B, H_kv, S, D] -> [B, H_kv, chunks, D]: float32, float64 of float64."""
     wide = torch.float64 if key.dtype == torch.float64 else torch.float32
     B, H_kv, _, D = key.shape
-    sizes = torch.tensor(chunks.sizes, dtype=torch.int32, device=key.device)
+    sizes = chunks.lengths
     ops = None if wants_grad(key) else kernels_for(key)
     if ops is not None:
         order, counts = (t.to(torch.int32).expand(B, H_kv, -1).contiguous() for t in (chunks.order, sizes))
@@ -339,8 +340,7 @@ def _share(counts: Tensor, chunks: Chunks, tokens: int) -> Tensor:
     Args:
         counts: how many queries chose each chunk, C numbers for each head.
     """
-    sizes = torch.tensor(chunks.sizes, dtype=torch.float64, device=counts.device)
-    return (counts.view(-1, len(chunks.sizes)).double() @ sizes).mean() / tokens**2
+    return (counts.reshape(-1, len(chunks.sizes)).double() @ chunks.lengths.double()).mean() / tokens**2
 
 
 def _in_chunks(tensor: Tensor, chunks: Chunks) -> Tensor:

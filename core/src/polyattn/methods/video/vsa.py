@@ -94,6 +94,7 @@ class VideoSparse:
             scale = scale_of(inner, query)
             scores, coarse = scored(q_means, k_means[:, :, video].contiguous(), v_means, scale, group)
         chosen = best(scores, plan.keep)
+        del scores
         if found.text:
             chosen = torch.cat([chosen, plan.text.expand(*chosen.shape[:-1], -1)], -1)
         out = found.fine(q, k, v, (plan.counts, chosen), inner)

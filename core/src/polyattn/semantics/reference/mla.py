@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...contract import Causal
+from ..kv_quant import mla_unpack
 from .dense import attention
 from .paged import paged_attention
 
@@ -27,6 +29,7 @@ def mla_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    token_indices: Tensor | None = None,
     return_lse: bool = False,
     compute_dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
@@ -37,10 +40,12 @@ def mla_attention(
 
     Args:
         query: [T_q, H_q, D_c + D_r], see `mla_absorb`.
-        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], see `mla_unpack_fp8`.
+        cache: [pages, page_size, D_c + D_r], or rows in one of `kv_quant.LATENT_FORMATS`.
         page_table, seq_lens, cu_seqlens_q, attn_mask: as `paged_attention`.
         scale: that of the uncompressed heads, (D_nope + D_r) ** -0.5 times the model's own factor; there is no
             default, because the one derived from the query's width would be wrong (S2).
+        token_indices: int32 [T_q, topk], positions of the tokens that each query sees, -1 = none (DeepSeek-V3.2-Exp,
+            arXiv 2512.02556, section 2.1).
         The rest: as `paged_attention`.
 
     Returns:
@@ -49,8 +54,10 @@ def mla_attention(
     Raises:
         UnsupportedRequestError: `max_bytes` cannot be kept.
     """
-    rows = mla_unpack_fp8(cache) if cache.dtype == torch.uint8 else cache
+    rows = mla_unpack(cache)
     rows = rows.unsqueeze(2)
+    if token_indices is not None:
+        attn_mask = _with_lists(attn_mask, token_indices, cu_seqlens_q, page_table.shape[1] * cache.shape[1])
     return paged_attention(
         query,
         rows,
@@ -71,6 +78,20 @@ def mla_attention(
     )
 
 
+def _with_lists(mask: Tensor | None, token_indices: Tensor, cu_seqlens_q: Tensor, keys: int) -> Tensor:
+    """The mask [N, 1|H_q, max_q, keys] of lists, and what was hidden before."""
+    starts = cu_seqlens_q.tolist()
+    sizes = [stop - start for start, stop in itertools.pairwise(starts)]
+    # A place behind the keys takes what is listed as none.
+    flags = token_indices.new_zeros(len(token_indices), keys + 1, dtype=torch.bool)
+    flags.scatter_(1, token_indices.long().masked_fill(token_indices < 0, keys), True)
+    seen = torch.nn.utils.rnn.pad_sequence(list(torch.split(flags[:, :keys], sizes)), batch_first=True)[:, None]
+    if mask is None:
+        return seen
+    mask = torch.nn.functional.pad(mask, (0, keys - mask.shape[3]))
+    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
 def mla_unpack_fp8(cache: Tensor) -> Tensor:
     """Real values of an FP8 latent cache (S9).
 
@@ -81,10 +102,7 @@ def mla_unpack_fp8(cache: Tensor) -> Tensor:
     Returns:
         float32 [pages, page_size, 576].
     """
-    latent, scales, rope = torch.split(cache, [512, 16, 128], dim=-1)
-    latent = torch.unflatten(latent.contiguous().view(torch.float8_e4m3fn).float(), -1, (4, 128))
-    scales = scales.contiguous().view(torch.float32).unsqueeze(-1)
-    return torch.cat([(latent * scales).flatten(-2), rope.contiguous().view(torch.bfloat16).float()], dim=-1)
+    return mla_unpack(cache)
 
 
 def mla_absorb(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from .common import check_alibi, check_out
 from .dense import check_dense
 from .kv_parts import check_kv_parts
 from .linear import LinearOptions, check_linear, check_words
-from .mla import check_mla
+from .mla import check_mla, check_token_indices
 from .paged import check_new_keys, check_page_table, check_paged, check_serving_options
 from .statics import LAYOUTS, check_statics
 from .stored import check_saving, check_storage
@@ -23,6 +23,7 @@ from .tensors import (
     has_shapes_only,
     local_only,
     overlaps_itself,
+    unread,
 )
 from .tree import check_tree
 from .varlen import PackedCheck, TensorGuards, check_cu_seqlens, check_lengths, check_varlen
@@ -51,6 +52,7 @@ __all__ = [
     "check_statics",
     "check_storage",
     "check_tensor",
+    "check_token_indices",
     "check_tree",
     "check_varlen",
     "check_words",
@@ -59,4 +61,5 @@ __all__ = [
     "local_only",
     "overlaps_itself",
     "shares_memory",
+    "unread",
 ]

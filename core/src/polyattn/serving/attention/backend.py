@@ -41,9 +41,12 @@ __all__ = ["AttentionBackend"]
 _NONE: Mapping[int, Run] = {}
 
 
-def _profiled(run: Run, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
-    """A layer's call, in a range of torch's profiler that says who serves it."""
-    with torch.profiler.record_function(f"polyattn.serving {run.by}"):
+def _profiled(
+    batch: ForwardBatch | None, run: Run, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool
+) -> Tensor:
+    """A layer's call, in a range of torch's profiler that says its step's phase, the layer and who serves it."""
+    phase = "" if batch is None else f"{batch.mode.name.lower()} "
+    with torch.profiler.record_function(f"polyattn.serving {phase}layer {run.layer.layer_id} {run.by}"):
         return run(q, k, v, save)
 
 
@@ -177,7 +180,7 @@ class AttentionBackend:
         Args:
             q: [T_q, H_q, D]. k, v: [T_q, H_kv, D], [T_q, H_kv, D_v], the new keys and values, None when the cache has
                 them; of a cross layer, those of the encoder's new tokens. Latent: q [T_q, H_q, D_c + D_r] absorbed, k
-                the rows [T_q, D_c + D_r], v None.
+                the rows [T_q, D_c + D_r], v None, or the lists int32 [T_q, token_topk] of a layer with such.
             save_kv_cache: write k and v. If not, they are attended all the same; a latent layer's are taken to be in
                 the cache.
 
@@ -197,7 +200,7 @@ class AttentionBackend:
         if run.layer is not layer:
             self._check_same(run.layer, layer)
         if _profiler._is_profiler_enabled:
-            return _profiled(run, q, k, v, save_kv_cache)
+            return _profiled(self._batch, run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     def check_layer(self, layer: AttentionLayer) -> None:
@@ -230,7 +233,7 @@ class AttentionBackend:
         if run.layer is not layer:
             self._check_same(run.layer, layer)
         if _profiler._is_profiler_enabled:
-            return _profiled(run, q, k, v, save_kv_cache)
+            return _profiled(self._batch, run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     def forward_extend(
@@ -252,7 +255,7 @@ class AttentionBackend:
         if run.layer is not layer:
             self._check_same(run.layer, layer)
         if _profiler._is_profiler_enabled:
-            return _profiled(run, q, k, v, save_kv_cache)
+            return _profiled(self._batch, run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     # The seed pages' names --------------------------------------------------------------------------------------------
@@ -360,6 +363,11 @@ class AttentionBackend:
             self._unknown(found)
         return {phase: layers[found].selection for phase, layers in self._served.items()}
 
+    def steps_of(self, layer_id: int) -> list[tuple[Step, Tokens]]:
+        """Return the planned step of a layer, with its tokens among those of the batch: in two parts where the phases
+        of a mixed batch have other backends."""
+        return [(slot.step_of(layer_id), slice(None) if tokens is None else tokens) for slot, tokens in self._planned]
+
     @property
     def batch(self) -> ForwardBatch | None:
         """The batch that is planned."""
@@ -378,6 +386,11 @@ class AttentionBackend:
             return self._planned[0][0].positions
         # Idle, or in two parts.
         return on_device(self._batch.positions(), self.pool.device)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What `plan` gave for the planned step: in a recorded one, tensors that no replay moves."""
+        return tuple(step for slot, _ in self._planned for step in slot.steps)
 
     @property
     def nbytes(self) -> int:

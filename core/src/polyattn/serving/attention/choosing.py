@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...contract import AttentionRequest, Bound
 from ...dispatch.binding import Chosen, bind_selection, choose
-from ...errors import BackendUnavailableError, UnsupportedRequestError
+from ...errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError
 from ...registry.device_ops import CORE
 from ...selection.inspection import catalogue, served_by
 from ...selection.overrides import Scope, current_settings
 from ...selection.select import Choice, Policy, Selection, select
+from ..dual_chunk import DUAL_CHUNK_BACKEND
 from ..layer import AttentionLayer
 from .phases import Asked, ServingPhase, choose_phases, layer_request
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..kv_cache.pool import KVPool, LayerCache
 
-__all__ = ["Served", "choose_layers"]
+__all__ = ["Served", "choose_layers", "layer_requests"]
 
 STATIC_SCALES = ("", "tensor", "head")
 """Granularities whose scales are set before a token is written; others are made of the tokens, by the pool."""
@@ -36,7 +37,7 @@ class Served:
         chosen: the choice, for calls without new keys and values. saver: the same kernel where it writes them too,
             None = the pool writes them before it. attending: makes the same kernel where it attends them and nobody
             writes them, which hosts rarely ask for.
-        cache: of the layer, the pool's.
+        cache: of the layer, the pool's. earlier: who serves the calls over earlier chunks, None = there are none.
     """
 
     layer: AttentionLayer
@@ -45,6 +46,12 @@ class Served:
     saver: Bound | None
     attending: Callable[[], Bound]
     cache: LayerCache
+    earlier: Served | None = None
+
+    @property
+    def parts(self) -> tuple[Served, ...]:
+        """Return who serves each call of the layer: one, or those of `dual_chunk.PARTS`."""
+        return (self,) if self.earlier is None else (self, self.earlier, self.earlier)
 
     @property
     def bound(self) -> Bound:
@@ -68,7 +75,11 @@ class Served:
         """The choice for people, with who writes."""
         by = "the kernel" if self.saver else "the pool, before the kernel runs"
         found = self.chosen.selection
-        return dataclasses.replace(found, notes=(*found.notes, f"new keys and values are written by {by}"))
+        notes = (*found.notes, f"new keys and values are written by {by}")
+        if self.earlier is not None:
+            other = served_by(self.earlier.chosen.selection)
+            notes += (f"dual chunk attention: three calls, merged by their LSE; those over earlier chunks by {other}",)
+        return dataclasses.replace(found, notes=notes)
 
 
 def choose_layers(
@@ -86,11 +97,13 @@ def choose_layers(
     known: dict[tuple[AttentionRequest, ...], dict[ServingPhase, Chosen]] = {}
     savers: dict[AttentionRequest, Bound | None] = {}
     attending: dict[AttentionRequest, Callable[[], Bound]] = {}
-    for layer in layers:
+
+    def serve(layer: AttentionLayer, earlier: bool = False) -> dict[ServingPhase, Served]:
         cache = pool.cache(layer.layer_id)
-        requests = _requests(layer, cache.request_fields(), pool, asked, recorded)
+        requests = layer_requests(layer, cache.request_fields(), pool, asked, recorded, earlier)
         if (key := tuple(requests.values())) not in known:
             known[key] = choose_phases(requests, asked)
+        served = {}
         for phase, chosen in known[key].items():
             request = requests[phase]
             if request not in savers:
@@ -99,19 +112,63 @@ def choose_layers(
                 by_pool = pool.writer(layer.layer_id) != CORE or not _may_save(request)
                 savers[request] = None if by_pool else _saver(request, chosen)
                 attending[request] = functools.cache(functools.partial(_attending, request, chosen, asked.scope))
-            served = Served(layer, phase, chosen, savers[request], attending[request], cache)
-            found[phase][layer.layer_id] = served
+            served[phase] = Served(layer, phase, chosen, savers[request], attending[request], cache)
+        return served
+
+    for layer in layers:
+        if layer.token_topk and asked.parted:
+            what = f"layer {layer.layer_id} lists the tokens that it sees (token_topk={layer.token_topk})"
+            raise UnsupportedRequestError(
+                f"{what}, and with keys on several ranks no rank scores all of them: keep all keys of it on one rank",
+                {"serving": [f"{what}: keys on several ranks"]},
+            )
+        own = serve(layer)
+        if layer.dual_chunk is not None:
+            _check_chunks(layer, pool, asked)
+            others = serve(layer, earlier=True)
+            own = {phase: dataclasses.replace(one, earlier=others[phase]) for phase, one in own.items()}
+        for phase, one in own.items():
+            found[phase][layer.layer_id] = one
     return found
 
 
-def _requests(
-    layer: AttentionLayer, stored: Mapping[str, Any], pool: KVPool, asked: Asked, recorded: Collection[ServingPhase]
-) -> dict[ServingPhase, AttentionRequest]:
+def _check_chunks(layer: AttentionLayer, pool: KVPool, asked: Asked) -> None:
+    """
+    Raises:
+        InvalidInputError: pages that a chunk cuts. UnsupportedRequestError: drafts, or keys on several ranks.
+    """
+    what = f"layer {layer.layer_id} has dual chunk attention ({layer.dual_chunk})"
+    if (length := layer.dual_chunk.length if layer.dual_chunk else 0) % pool.page_size:
+        raise InvalidInputError(
+            f"{what}, and the pool pages of {pool.page_size} tokens: a chunk has whole pages, a divisor of {length}"
+        )
+    if asked.topk or asked.parted:
+        odd = "drafts to verify" if asked.topk else "keys on several ranks"
+        raise UnsupportedRequestError(
+            f"{what}, which is not served with {odd}: build without {'speculation' if asked.topk else 'ranks'}",
+            {"serving": [f"dual chunk attention with {odd}"]},
+        )
+
+
+def layer_requests(
+    layer: AttentionLayer, stored: Mapping[str, Any], pool: KVPool, asked: Asked, recorded: Collection[ServingPhase],
+    earlier: bool = False,
+) -> dict[ServingPhase, AttentionRequest]:  # fmt: skip
+    """Return what a layer asks for in each phase.
+
+    Args:
+        stored: how its cache stores. pool: has the dtype and device of the queries. recorded: phases whose steps go
+            into device graphs. earlier: of dual chunk attention, the call over earlier chunks.
+    """
+
     def request(phase: ServingPhase) -> AttentionRequest:
-        return layer_request(
+        found = layer_request(
             layer, stored, phase=phase, dtype=pool.dtype, device=pool.device, topk=asked.topk,
-            recorded=phase in recorded, parted=asked.parted,
+            recorded=phase in recorded, parted=asked.parted, earlier=earlier,
         )  # fmt: skip
+        if layer.dual_chunk is not None and asked.name(phase, found) == DUAL_CHUNK_BACKEND:
+            return dataclasses.replace(found, method="dual_chunk").normalised()
+        return found
 
     return {phase: request(phase) for phase in asked.phases}
 

@@ -47,15 +47,17 @@ class StepOfLayers:
         keywords: what a call says of the step. tables: alone, where there is nothing beside them, else None.
         slots: int64, where the new tokens go.
         query, key, value: shapes; that of the value is None where the layers are latent.
+        empty: no row has keys.
         written: the layers that have written this step's keys and values; None where nobody counts, in recorded steps:
             a recording is warmed up, made and replayed under plans that its runner knows of.
     """
 
-    __slots__ = ("_layer", "key", "keywords", "query", "slots", "tables", "value", "written")
+    __slots__ = ("_layer", "empty", "key", "keywords", "query", "slots", "tables", "value", "written")
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
         self.keywords: Mapping[str, Any] = {}
+        self.empty = False
         self.tables: PagedTables | None = None
         self.slots: Tensor
         self.query: tuple[int, ...] = ()
@@ -94,7 +96,7 @@ class LayerCall:
 
     __slots__ = (
         *("_attend", "_caches", "_device", "_dtype", "_dynamic", "_forward", "_id", "_loads", "_own", "_pair", "_pool"),
-        *("_reader", "_rows", "_without", "_writes", "by", "layer", "step"),
+        *("_reader", "_rows", "_topk", "_without", "_writes", "by", "layer", "step"),
     )
 
     def __init__(
@@ -108,6 +110,7 @@ class LayerCall:
         attend: Callable[[], Callable[..., Any]],
     ) -> None:
         self.layer, self._id, self._pool, self.step = served.layer, served.layer.layer_id, pool, step
+        self._topk = served.layer.token_topk
         self._caches, self._dtype, self._device = served.cache.tensors, pool.dtype, pool.device
         self._loads = pool.device.type != "cpu"
         self._rows = pool.rows_writer(self._id)
@@ -126,6 +129,9 @@ class LayerCall:
             self._refuse_query(q)
         if self._loads and not aligned(q):
             q = align16(q)
+        lists = None
+        if self._topk:
+            lists, v = self._lists(v, q.shape[0]), None
         if k is None:
             if v is not None:
                 self._refuse("a value without its key; give both, or None for both where the cache has them")
@@ -165,11 +171,19 @@ class LayerCall:
                     self._pool.make_scales(self._id, step.slots, k, v)
                 return self._attend()(q, *self._caches, key=k, value=v, **self._own, **step.keywords)
             forward = self._reader
+        if lists is not None:
+            return forward(q, *self._caches, token_indices=lists, **step.keywords)
         if step.tables is None or not self._pair:
             return forward(q, *self._caches, **step.keywords)
         # Named one by one: that spares two dicts a call.
         keys, values = self._caches
         return forward(q, keys, values, tables=step.tables)
+
+    def _lists(self, given: Tensor | None, tokens: int) -> Tensor:
+        if given is None or given.dtype is not torch.int32 or given.shape != (tokens, self._topk):
+            shown = "None" if given is None else f"{list(given.shape)} {given.dtype}"
+            self._refuse(f"{shown} as value; a layer with token_topk takes its lists there, int32 [T_q, {self._topk}]")
+        return given
 
     def _refuse_query(self, q: Tensor) -> None:
         wanted = self.step.query

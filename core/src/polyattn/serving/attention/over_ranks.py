@@ -31,8 +31,7 @@ class OverRanks:
     def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
         result: Any = self._run(q, k, v, save)
         out, lse = result
-        merged, _ = merge_over(self._ranks.ring, out.to(lse.dtype), lse, sinks=self.layer.sinks)
-        return merged.to(out.dtype)
+        return merge_over(self._ranks.ring, out, lse, sinks=self.layer.sinks)[0]
 
 
 class RanksOfKeys:

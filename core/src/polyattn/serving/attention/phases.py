@@ -74,6 +74,11 @@ class Asked:
         by = self.verifier if phase == "verify" else phase
         return (self.decode if by == "decode" else self.prefill) or self.backend
 
+    def name(self, phase: ServingPhase, request: AttentionRequest) -> str | None:
+        """The backend that a phase is to have, by argument or by the override chain."""
+        choice = current_choice(self.argument(phase), self.scope, request)
+        return None if choice is None else choice.name
+
     @property
     def verifier(self) -> ServingPhase:
         """The phase whose backend verifies."""
@@ -95,6 +100,7 @@ def layer_request(
     topk: int = 0,
     recorded: bool = False,
     parted: bool = False,
+    earlier: bool = False,
 ) -> AttentionRequest:
     """Return what a layer asks for in a phase.
 
@@ -102,7 +108,8 @@ def layer_request(
         stored: the fields that say how its cache stores (`LayerCache.request_fields()`).
         dtype, device: of the queries. topk: as `Asked`. recorded: the phase's steps go into device graphs.
         parted: the keys of a decoding request lie on several ranks, and results are merged by their LSE; sinks belong
-            to the last merge.
+            to the last merge. earlier: the call over earlier chunks, of which some rows see fewer keys than they have
+            queries; calls of a layer with chunks are merged by their LSE too.
     """
     tree, parts = phase == "verify" and topk > 1, parted and phase == "decode"
     # A tree under a window is a mask of positions (`tree_windows`); the kernel's own window counts places.
@@ -119,17 +126,18 @@ def layer_request(
             "kv_heads": layer.kv_heads,
             "head_dim": layer.head_dim,
             "v_head_dim": layer.dims[1],
-            "causal": "bottom_right" if layer.kind == "decoder" else "none",
+            "causal": "bottom_right" if layer.kind == "decoder" and not earlier else "none",
             "window": (left, left if layer.kind == "encoder_only" else -1),
             "cross": layer.kind == "cross",
             # An encoder may be shorter than what attends to it.
-            **({"s_relation": "more"} if layer.kind == "cross" and phase != "decode" else {}),
+            **({"s_relation": "more"} if (layer.kind == "cross" or earlier) and phase != "decode" else {}),
             "softcap": float(layer.softcap),
             "sinks": layer.sinks is not None and not parts,
-            "lse": parts,
+            "lse": parts or layer.dual_chunk is not None,
             "scale": None if layer.scale is None else float(layer.scale),
             "spec_topk": topk,
             "tree": tree and not by_mask,
+            "token_topk": layer.token_topk,
             "mask": "bool" if tree else "none",
             "graph_capture": "session" if recorded else False,
             **stored,

@@ -18,7 +18,8 @@ from ..step.batch import ForwardBatch, ForwardMode
 from ..step.step import Step, StepBuffers
 from ..step.tree_windows import windowed_tree_mask
 from .choosing import Served
-from .layer_calls import LayerCall, StepOfLayers, Tokens
+from .chunk_calls import ChunkCalls
+from .layer_calls import LayerCall, Run, StepOfLayers, Tokens
 from .phases import ServingPhase
 from .workspace import Limits, Workspaces
 
@@ -221,8 +222,10 @@ class Buffers:
         return self._own
 
 
-_Key = tuple[int, bool]
-"""Of layers that see one step: their group, and whether it begins with their window."""
+_Part = tuple[int, int] | None
+"""Of a call over chunks: tokens of a chunk, and which of `dual_chunk.PARTS` it is."""
+_Key = tuple[int, bool, _Part]
+"""Of layers that see one step: their group, whether it begins with their window, and which part of it they see."""
 
 
 class _Planned(NamedTuple):
@@ -239,7 +242,7 @@ class _Phase:
     """
 
     def __init__(self) -> None:
-        self.calls: dict[int, LayerCall] = {}
+        self.calls: dict[int, Run] = {}
         self.steps: dict[tuple[_Key, Hashable], StepOfLayers] = {}
         self.sessions: dict[Hashable, tuple[Session, _Key]] = {}
         self.keys: tuple[_Key, ...] = ()
@@ -260,7 +263,7 @@ class PlanSlot:
     def __init__(
         self, name: Hashable, tables: Tables, workspaces: Workspaces, buffers: Buffers, limits: Limits
     ) -> None:
-        self.calls: Mapping[int, LayerCall] = {}
+        self.calls: Mapping[int, Run] = {}
         self.prepare_recorded = False
         self._name, self._tables, self._workspaces = name, tables, workspaces
         self.buffers, self._limits = buffers, limits
@@ -285,15 +288,25 @@ class PlanSlot:
             self._workspaces.fix(self._name)  # this phase was recorded
         self._seen = {key: self._view(steps[key[0]], *key) for key in made.keys}
         for session, key in made.sessions.values():
-            session.plan(self._seen[key])
+            if not self._seen[key].empty:
+                session.plan(self._seen[key])
         self._planned = _Planned(phase, steps, new_slots)
         return tuple(steps.values())
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Return what `plan` gave last."""
+        return tuple(self._planned.steps.values())
 
     @property
     def positions(self) -> Tensor:
         """Return the positions of the planned step's new tokens, which are the same in every group of the request
         table."""
         return self._planned.steps[self._tables.own[0]].positions
+
+    def step_of(self, layer_id: int) -> Step:
+        """Return the planned step of a layer's group."""
+        return self._planned.steps[self._tables.group[layer_id]]
 
     def forget(self, phase: ServingPhase) -> None:
         """A phase is served by others from now on."""
@@ -305,21 +318,25 @@ class PlanSlot:
         phase, steps, new_slots = self._planned
         made, cross = self._made[phase], self._tables.cross
         for session, key in made.sessions.values():
-            session.prepare(self._seen[key])
+            if not self._seen[key].empty:
+                session.prepare(self._seen[key])
         for (key, _), layers in made.steps.items():
             group = key[0]
             step = steps[group]
             slots = new_slots if group == cross else step.slots
             keywords = self._keywords_of(self._seen[key], *key)
             layers.take(keywords, slots, step.tokens, slots.shape[0], recorded=self.buffers.static)
+            layers.empty = self._seen[key].empty
         self.calls = made.calls
 
-    def _view(self, step: Step, group: int, windowed: bool) -> Step:
+    def _view(self, step: Step, group: int, windowed: bool, part: _Part) -> Step:
         """A step as layers see it: without the pages before a window, which may be another request's by now."""
+        if part is not None:
+            return step.chunked(*part)
         window = self._tables.pool.groups[group].window
         return step.windowed(window) if windowed and window >= 0 else step
 
-    def _keywords_of(self, step: Step, group: int, windowed: bool) -> Mapping[str, Any]:
+    def _keywords_of(self, step: Step, group: int, windowed: bool, _: _Part) -> Mapping[str, Any]:
         window = self._tables.pool.groups[group].window
         if step.tree_mask is None or not windowed or window < 0:
             return step.keywords
@@ -328,9 +345,13 @@ class PlanSlot:
     def _make(self, served: Mapping[int, Served]) -> _Phase:
         made = _Phase()
         for i, layer in served.items():
-            key = self._tables.group[i], layer.windowed
-            shared = made.steps.setdefault((key, StepOfLayers.shape(layer.layer)), StepOfLayers(layer.layer))
-            made.calls[i] = self._call(made, layer, key, shared)
+            calls = []
+            for part, one in enumerate(layer.parts):
+                chunks = layer.layer.dual_chunk
+                key = self._tables.group[i], layer.windowed, None if chunks is None else (chunks.length, part)
+                shared = made.steps.setdefault((key, StepOfLayers.shape(layer.layer)), StepOfLayers(layer.layer))
+                calls.append(self._call(made, one, key, shared))
+            made.calls[i] = calls[0] if len(calls) == 1 else ChunkCalls(calls)
         made.keys = tuple(dict.fromkeys(key for key, _ in made.steps))
         return made
 
@@ -352,9 +373,13 @@ class PlanSlot:
     def _session(self, made: _Phase, served: Served, key: _Key, make: Callable[[Slot], Session]) -> Session:
         name = (*key, served.chosen.request)
         if name not in made.sessions:
+            limits, part = self._limits, key[2]
+            if part is not None and not self.buffers.static:
+                # A row is cut at the borders of chunks that it crosses.
+                rows = 2 * limits.max_sequences + limits.max_tokens // part[0]
+                limits = dataclasses.replace(limits, max_sequences=rows)
             slot = self._workspaces.slot(
-                self._name, (served.phase, name), self._limits, self._tables.columns(key[0]),
-                recorded=self.buffers.static,
-            )  # fmt: skip
+                self._name, (served.phase, name), limits, self._tables.columns(key[0]), recorded=self.buffers.static
+            )
             made.sessions[name] = make(slot), key
         return made.sessions[name][0]

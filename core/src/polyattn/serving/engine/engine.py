@@ -18,6 +18,7 @@ from ..speculative import drawn_accept
 from ..step.batch import ForwardMode
 from ..step.tree import DraftTree
 from .drafting import Drafter, Speculative
+from .media import Media, beside_words
 from .sampling import SamplingParams, sample, uniform
 from .scheduler import Request, Scheduler, Work
 
@@ -103,6 +104,7 @@ class Engine:
         check_runner("the model", runner)
         _check_kinds(config)
         self.vocab_size, spec = runner.vocab_size, config.speculative
+        self._encode = getattr(runner, "encode", None)
         self._drafts = 0 if spec is None else spec.draft_tokens - 1
         _check(config, runner, self._drafts)
         self.max_tokens = _max_tokens(config, runner)
@@ -141,27 +143,34 @@ class Engine:
     # Requests ---------------------------------------------------------------------------------------------------------
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams | None = None, *, n: int = 1, namespace: Hashable = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        namespace: Hashable = None,
+        media: Media | None = None,
     ) -> list[int]:
         """Take a request in.
 
         Args:
             prompt: token ids, at least one. n: samples of it; they share the prompt's pages.
             namespace: prefixes are shared within it only (an adapter's name, a tenant).
+            media: the images of the prompt.
 
         Returns:
             The ids of the n outputs.
 
         Raises:
-            InvalidInputError: no tokens, tokens outside the vocabulary, a namespace that cannot be looked up, or a
-                request that could never be run to its end, however long it waited.
+            InvalidInputError: no tokens, tokens outside the vocabulary, a namespace that cannot be looked up, images
+                that the model does not read, or a request that could never be run to its end, however long it waited.
         """
         params = _params(params) or SamplingParams()
         tokens = _token_ids(prompt)
-        self._check_request(tokens, params, n)
+        self._check_request(tokens, params, n, media)
         check_namespace(namespace)
         numbers = itertools.count()
-        made = [self._made(tokens, len(tokens), params, numbers, namespace) for _ in range(n)]
+        made = [self._made(tokens, len(tokens), params, numbers, namespace, media) for _ in range(n)]
         for sibling in made[1:]:
             made[0].siblings.append(sibling)
             sibling.parent = made[0]
@@ -189,7 +198,7 @@ class Engine:
                 f"max_new_tokens={params.max_new_tokens} of a fork of request {request_id}, which has {made} new "
                 f"tokens already; ask for more than it has"
             )
-        child = self._made(parent.tokens, parent.prompt_tokens, params, parent.numbers, parent.namespace)
+        child = self._made(parent.tokens, parent.prompt_tokens, params, parent.numbers, parent.namespace, parent.media)
         child.backends = dict(parent.backends)
         self._scheduler.fork(parent, child)
         return child.id
@@ -227,13 +236,13 @@ class Engine:
         request = self._find(request_id)
         return request.tokens[request.prompt_tokens + start :]
 
-    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check_request(self, prompt: Sequence[int], params: SamplingParams, media: Media | None = None) -> None:
         """Refuse what `add` would refuse, and take nothing in. It may be called while another thread steps.
 
         Raises:
             InvalidInputError: as `add`.
         """
-        self._check_request(_token_ids(prompt), params, 1)
+        self._check_request(_token_ids(prompt), params, 1, media)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -347,14 +356,19 @@ class Engine:
         ids = [token for w in works for token in w.request.tokens[w.start : w.start + w.count]]
         ends = list(itertools.accumulate(work.count for work in works))
         last = [n for n, work in enumerate(works) if work.last]
+        spans = [(work.request.media, work.start, work.count) for work in works]
+        positions, inserts = beside_words(spans, self._encode)
         logits = self.memory.forward(
-            mode, [w.request.row for w in works], [w.count for w in works], ids, keep=[ends[n] - 1 for n in last] or [0]
-        )
+            mode, [w.request.row for w in works], [w.count for w in works], ids,
+            keep=[ends[n] - 1 for n in last] or [0], positions=positions, inserts=inserts,
+        )  # fmt: skip
         drawn: list[tuple[Request, int]] = []
         for at, work in enumerate(works[n] for n in last):
             request = work.request
             if work.count > 1:
-                self.memory.remember(request.row, request.tokens, request.namespace)
+                self.memory.remember(request.row, request.keys, request.namespace)
+            if request.media is not None:
+                request.media.features = None  # the caches have what came of it
             drawn.append((request, at))
             if request.siblings:
                 drawn += [(r, at) for r in self._fork_samples(request)]
@@ -433,9 +447,17 @@ class Engine:
         )
 
     def _made(
-        self, tokens: Sequence[int], prompt: int, params: SamplingParams, numbers: Iterator[int], namespace: Hashable
+        self,
+        tokens: Sequence[int],
+        prompt: int,
+        params: SamplingParams,
+        numbers: Iterator[int],
+        namespace: Hashable,
+        media: Media | None,
     ) -> Request:
-        request = Request(self._count, list(tokens), prompt, params, numbers, next(numbers), namespace)
+        request = Request(
+            self._count, list(tokens), prompt, params, numbers, next(numbers), namespace, media=media
+        )  # fmt: skip
         self._requests[request.id] = request
         self._count += 1
         return request
@@ -449,7 +471,9 @@ class Engine:
         if self._drafter is not None:
             self._drafter.release(request)
 
-    def _check_request(self, tokens: list[int], params: SamplingParams, n: int) -> None:
+    def _check_request(self, tokens: list[int], params: SamplingParams, n: int, media: Media | None = None) -> None:
+        if media is not None:
+            self._check_media(tokens, media)
         if not tokens or not isinstance(n, int) or n < 1:
             raise InvalidInputError(
                 f"a request of {len(tokens)} prompt tokens and n={n!r} samples; give 1 or more of both"
@@ -473,6 +497,23 @@ class Engine:
                     f"{asked} need {pages} pages of {self.config.cache.page_size} tokens in group {group}, which has "
                     f"{allocator.capacity}: the request could never finish. Give the engine more pages"
                 )
+
+    def _check_media(self, tokens: list[int], media: Any) -> None:
+        if not isinstance(media, Media):
+            raise InvalidInputError(f"media is a {type(media).__name__}; Media(...) or None is needed")
+        if self._encode is None:
+            raise InvalidInputError(
+                "the prompt has images, and the model of this engine reads tokens only; leave them out"
+            )
+        if self._drafter is not None:
+            raise InvalidInputError(
+                "the prompt has images, which the draft model would not see; leave them out, or serve without drafts"
+            )
+        if len(media.keys) != len(tokens) or media.positions.shape != (3, len(tokens)):
+            raise InvalidInputError(
+                f"media has {len(media.keys)} keys and positions {tuple(media.positions.shape)} for a prompt of "
+                f"{len(tokens)} tokens; one of each is needed for each token"
+            )
 
 
 def _points(requests: Sequence[Request], tree: DraftTree) -> list[float]:

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import BusyError, InvalidInputError
 from .engine import Engine, Output
+from .media import Media
 from .sampling import SamplingParams
 
 __all__ = ["Counts", "EngineLoop", "Tell", "Ticket", "Update"]
@@ -37,6 +38,7 @@ class Ticket:
     prompt: Sequence[int]
     params: SamplingParams
     tell: Tell
+    media: Media | None = None
     id: int = -1
     told: int = 0
     gone: str = ""
@@ -105,17 +107,20 @@ class EngineLoop:
         """Return how many requests are not finished, those that wait included."""
         return len(self._open)
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, tell: Tell) -> Ticket:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, tell: Tell, *, media: Media | None = None
+    ) -> Ticket:
         """Hand a request in.
 
         Args:
-            prompt: token ids. tell: called with each `Update`; the last one has an output or an error.
+            prompt: token ids. tell: called with each `Update`; the last one has an output or an error. media: the
+                images of the prompt.
 
         Raises:
             InvalidInputError: as `Engine.add`. BusyError: as many requests wait as may, or the loop is closing.
         """
-        self.engine.check_request(prompt, params)
-        ticket = Ticket(prompt, params, tell)
+        self.engine.check_request(prompt, params, media)
+        ticket = Ticket(prompt, params, tell, media)
         with self._lock:
             if self._closing or not self._thread.is_alive():
                 raise BusyError("the engine takes no more requests: it is shutting down; ask another server", False)
@@ -187,7 +192,7 @@ class EngineLoop:
         """Add a request that is new, or cancel one that is not wanted any more."""
         if not ticket.gone:
             try:
-                (ticket.id,) = self.engine.add(ticket.prompt, ticket.params)
+                (ticket.id,) = self.engine.add(ticket.prompt, ticket.params, media=ticket.media)
             except InvalidInputError as exc:  # it was fine when it was handed in
                 self._end(ticket, "error")
                 self._hand([(ticket.tell, Update([], error=exc))])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from ...errors import OutOfPagesError
 from ..memory import Memory
+from .media import Media
 from .sampling import SamplingParams
 
 __all__ = ["Request", "Scheduler", "Work"]
@@ -26,6 +27,7 @@ class Request:
         cached: tokens that were found in the prefix cache. preemptions: how often it was sent back to the line.
         siblings: samples of the same prompt that wait for its prefill, to fork from it; till then it is their `parent`.
         backends: phase -> backend, of the phases it has been through.
+        media: the images of its prompt.
     """
 
     id: int
@@ -42,6 +44,12 @@ class Request:
     siblings: list[Request] = dataclasses.field(default_factory=list)
     parent: Request | None = None
     backends: dict[str, str] = dataclasses.field(default_factory=dict)
+    media: Media | None = None
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """Its tokens, as the prefix cache knows them."""
+        return self.tokens if self.media is None else [*self.media.keys, *self.tokens[self.prompt_tokens :]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +216,7 @@ class Scheduler:
         state = request, self.memory.supply
         if self.running and state == self._stuck and self._left >= self._stuck_left:
             return False  # as the last time
-        request.row = self.memory.begin(request.tokens, request.namespace)
+        request.row = self.memory.begin(request.keys, request.namespace)
         request.cached = self.table.length(request.row)
         work = self._plan(request)
         if work is None or not self._extend([work], start=True):
@@ -246,7 +254,7 @@ class Scheduler:
         self.add(request)
 
     def _close(self, request: Request) -> None:
-        self.memory.end(request.row, request.tokens, request.namespace)
+        self.memory.end(request.row, request.keys, request.namespace)
         request.row = -1
         self._released(request)
 

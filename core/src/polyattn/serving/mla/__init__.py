@@ -6,6 +6,7 @@ head from the latent; moved to the other side of the products, the rows themselv
 - `absorb.py`: the two halves of `kv_b_proj`, on either side. `scale.py`: the factor on the logits.
 - `policy.py`: which form a step takes, as data. `prefill.py`: the unabsorbed forms, in one piece or merged by LSE.
 - `companion.py`: who serves the unabsorbed form beside a backend for latent rows.
+- `lists.py`: the tokens that each query sees in DeepSeek sparse attention, as an indexer scores them.
 - `attention.py`: `LatentAttention`, the decision and both forms behind one call per layer.
 
 Shape letters: T tokens, H heads, D_nope, D_r, D_c, D_v widths. The absorbed kernel call is `polyattn.mla_attention`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from .absorb import UpProjection, absorb, expand, split_kv_b, value_up
 from .attention import LatentAttention
 from .companion import Companion, companion
+from .lists import Index
 from .policy import Decision, LatentPolicy, decide
 from .prefill import Piece, attend, plan_pieces
 from .scale import softmax_scale, yarn_mscale
@@ -23,6 +25,7 @@ from .scale import softmax_scale, yarn_mscale
 __all__ = [
     "Companion",
     "Decision",
+    "Index",
     "LatentAttention",
     "LatentPolicy",
     "Piece",

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from ...errors import InvalidInputError
 from .absorb import UpProjection, absorb, split_kv_b, value_up
 from .companion import Companion, companion
+from .lists import Index, TokenLists
 from .policy import Decision, LatentPolicy, decide
 from .prefill import Piece, attend, plan_pieces
 
@@ -55,9 +56,11 @@ class LatentAttention:
         self._companions: dict[tuple[Any, ...], Companion] = {}
         self._ups: dict[int, UpProjection] = {}
         self._decision: Decision | None = None
+        self._lists = TokenLists(backend, pool)
         self._lens: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._steps: Sequence[Step] = ()
         self._pieces: dict[int, list[Piece]] = {}
+        self._longest = 0
         # Layers whose rows of the planned step this object has stored.
         self._written: set[int] = set()
 
@@ -81,14 +84,26 @@ class LatentAttention:
         self._decision = decide(batch.mode.value, batch.prefix_lens, batch.query_lens, self.policy)
         self._lens, self._steps, self._pieces = (batch.prefix_lens, batch.query_lens), steps, {}
         self._written = set()
+        self._lists.plan()
+        self._longest = batch.max_seqlen_k
         return self._decision
 
-    def forward(self, module: Any, q_nope: Tensor, q_pe: Tensor, rows: Tensor, layer: AttentionLayer) -> Tensor:
+    def forward(
+        self,
+        module: Any,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        rows: Tensor,
+        layer: AttentionLayer,
+        index: Index | None = None,
+    ) -> Tensor:
         """Attend the new tokens of the step in one layer; stores their rows.
 
         Args:
             module: has `kv_b_proj`, the up-projection. q_nope: [T, H, D_nope]; q_pe: [T, H, D_r], after RoPE.
             rows: [T, D_c + D_r], the normalised latents and the rope keys after RoPE. layer: the latent layer.
+            index: of a layer with `token_topk`, what its indexer made of the tokens; None = it takes the lists of the
+                layer before it.
 
         Returns:
             [T, H, D_v]. Rows of padding tokens have no meaning.
@@ -103,6 +118,11 @@ class LatentAttention:
                 "serving a latent layer is inference only; run the model under torch.no_grad() or inference_mode()"
             )
         up = self._up(module.kv_b_proj.weight, q_nope, layer.layer_id)
+        if layer.token_topk:
+            self._lists.write(layer, index)
+            if decision.form == "absorbed" or self._longest > layer.token_topk:
+                lists = self._lists.of(layer, index)
+                return value_up(self.backend.forward(absorb(q_nope, q_pe, up), rows, lists, layer), up)
         # A window leaves few keys to read, and chunks of a prefix have no place in it.
         if decision.form == "absorbed" or layer.window >= 0:
             return value_up(self.backend.forward(absorb(q_nope, q_pe, up), rows, None, layer), up)

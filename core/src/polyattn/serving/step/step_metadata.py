@@ -37,6 +37,7 @@ class Step:
         seq_lens: int32 [N], keys of each row, the new ones included; of padding the buffers' `padding_seq_len`.
         cu_seqlens_q: int32 [N+1].
         tree_mask: bool [N, N_d, N_d] of a step with a tree: which drafts each draft sees; else None.
+        empty: no row has keys; read on the host.
         requests: int32 [N] each: the row of the request table, and 1, or 0 where the row of the step is padding.
     """
 
@@ -56,6 +57,7 @@ class Step:
     cu_seqlens_q: Tensor
     tree_mask: Tensor | None
     requests: tuple[Tensor, Tensor]
+    empty: bool = False
     _slots: Tensor | None
     _positions: Tensor | None
     _lens: list[int]
@@ -186,6 +188,20 @@ class Step:
                 f"window={window} for {what}: a window counts earlier keys of the same text, 0 or more (-1: all)"
             )
         return self._derive(("windowed", window), lambda path: _Windowed(self, path, window))
+
+    def chunked(self, length: int, part: int) -> Step:
+        """The same step cut at every `length` tokens of a text: a row has the new tokens of one such chunk, and the
+        keys of that chunk (part 0), of the one before it (1), or of all earlier ones (2).
+
+        Raises:
+            InvalidInputError: pages that a chunk cuts, or a step with a tree or of cross attention.
+        """
+        if length % self.page_size or self.tree_mask is not None or self._slots is None:
+            raise InvalidInputError(
+                f"chunks of {length} tokens over pages of {self.page_size}: a chunk has whole pages, and its keys are "
+                "those of the text, in a chain"
+            )
+        return self._derive(("chunked", length, part), lambda path: _Chunked(self, path, length, part))
 
     def host(self, name: str) -> Tensor:
         """A copy on the host, int32 on the CPU, made on first use from what the host knows: the device is not asked.
@@ -454,6 +470,86 @@ class _Windowed(_Derived):
             torch.add(first[:, None], self.counting(columns), out=where).clamp_(max=table.shape[1] - 1)
             where.add_(self.counting(N)[:, None], alpha=table.shape[1])
             torch.index_select(table.reshape(-1), 0, where.view(-1), out=self.page_table.view(-1))
+
+
+class _Chunked(_Derived):
+    """Rows are parts of the source's rows. Those of a decode step are found on the device, so that it may be recorded;
+    of other steps the host knows them."""
+
+    def __init__(self, source: Step, path: tuple[Hashable, ...], length: int, part: int) -> None:
+        super().__init__(source, path)
+        self._length, self._part = length, part
+
+    def plan(self) -> None:
+        rows = list(self._cut())
+        decode, device = self.mode is ForwardMode.DECODE, self.cu_seqlens_q.device
+        self._rows, self._chunks, self._ends = ([row[n] for row in rows] for n in range(3))
+        self.sequences = len(rows)
+        if not decode:
+            self._queries = [row[3] for row in rows]
+            self._starts = [0, *accumulate(self._queries)]
+            self.max_seqlen_q = max(self._queries, default=0)
+            self.cu_seqlens_q = torch.tensor(self._starts, dtype=torch.int32, device=device)
+            self._sent = torch.tensor([self._rows, self._chunks, self._ends], dtype=torch.int32, device=device)
+        source, keys = self._source.max_seqlen_k, self._key_lens()
+        most = min(self._length, source) if self._part < 2 else source
+        self.max_seqlen_k = most if self.fixed else max(keys, default=0)
+        self.empty = not self.fixed and not any(keys)
+        self.seq_lens = self.take("seq_lens", torch.int32, self.sequences)
+        columns = max(-(-self.max_seqlen_k // self.page_size), 1)
+        self.page_table = self.take("page_table", torch.int32, self.sequences, columns)
+        self._pages = self._own_pages
+
+    def _cut(self) -> Iterator[tuple[int, int, int, int]]:
+        """(row of the source, chunk, keys up to its end, new tokens) of each row."""
+        lens = zip(self._source._key_lens(), self._source._queries, strict=True)
+        for n, (keys, new) in enumerate(lens):
+            end = max(keys - new, 0)
+            chunk = end // self._length
+            while end + self._length - end % self._length < keys:
+                start, end = end, end + self._length - end % self._length
+                yield n, chunk, end, end - start
+                new, chunk = new - (end - start), chunk + 1
+            yield n, chunk, keys, new
+
+    def _key_lens(self) -> list[int]:
+        if self._part == 0:
+            return [end - chunk * self._length for end, chunk in zip(self._ends, self._chunks, strict=True)]
+        if self._part == 1:
+            return [min(chunk, 1) * self._length for chunk in self._chunks]
+        return [max(chunk - 1, 0) * self._length for chunk in self._chunks]
+
+    def _own_pages(self) -> list[Tensor]:
+        pages, counts = self._source._pages(), self._page_counts()
+        size = self._length // self.page_size
+        first = [max(chunk - self._part, 0) * size if self._part < 2 else 0 for chunk in self._chunks]
+        return [pages[n][at : at + count] for n, at, count in zip(self._rows, first, counts, strict=True)]
+
+    def fill(self) -> None:
+        N, length, table = self.sequences, self._length, self._source.page_table
+        if not N:
+            return
+        if self.mode is ForwardMode.DECODE:
+            rows, ends = self.counting(N), self._source.seq_lens
+            chunks = self.take("chunks", torch.int32, N)
+            torch.sub(ends, 1, out=chunks).clamp_(min=0).div_(length, rounding_mode="floor")
+        else:
+            rows, chunks, ends = self._sent
+        first = self.take("first_page", torch.int32, N)
+        torch.sub(chunks, min(self._part, 1), out=first).clamp_(min=0)
+        if self._part == 0:
+            torch.sub(ends, first, alpha=length, out=self.seq_lens)
+        elif self._part == 1:
+            torch.clamp(chunks, max=1, out=self.seq_lens).mul_(length)
+        else:
+            torch.mul(first, length, out=self.seq_lens)
+            first.zero_()
+        columns = self.page_table.shape[1]
+        where = self.take("page_places", torch.int32, N, columns)
+        first.mul_(length // self.page_size)
+        torch.add(first[:, None], self.counting(columns), out=where).clamp_(max=table.shape[1] - 1)
+        where.add_(rows[:, None], alpha=table.shape[1])
+        torch.index_select(table.reshape(-1), 0, where.view(-1), out=self.page_table.view(-1))
 
 
 def _last_page_lens(step: Step) -> list[int]:

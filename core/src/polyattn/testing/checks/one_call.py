@@ -75,8 +75,11 @@ def run(target: Target, problem: Problem, notes: Notes, out: Tensor | None = Non
     request, device = problem.request, problem.dout.device
     untouched = left_alone(device, functools.partial(notes.wrong, "process"), random=request.dropout > 0)
     with poisoned(device), untouched:
-        raw = target.call(problem.case, problem.tensors, problem.extra, out)
+        lent = problem.family.lent(problem.extra)
+        raw = target.call(problem.case, problem.tensors, lent, out)
         result, second = problem.family.returned(request, raw)
+        if wrong := problem.family.misused(problem.case, problem.extra, lent, second):
+            notes.wrong(problem.family.second, wrong)
         wanted = [name for name in request.grad if name != "lse"]
         grads: Sequence[Tensor] = ()
         if wanted:
@@ -206,7 +209,9 @@ def _check_alone(target: Target, problem: Problem, result: Result, notes: Notes)
     alone, count = problem.family.first(Call(problem.case, given, problem.extra))
     case = dataclasses.replace(alone.case, request=dataclasses.replace(alone.case.request, grad=()), out="")
     with poisoned(problem.dout.device):
-        out, second = problem.family.returned(case.request, target.call(case, alone.tensors, alone.extra, None))
+        raw = target.call(case, alone.tensors, problem.family.lent(alone.extra), None)
+        out, second = problem.family.returned(case.request, raw)
     whole = Result(result.out[:count], None if result.lse is None else result.lse[:count], {})
     message = "a sequence alone gave other bits than in its batch"
-    notes.same("batch_invariant", message, whole.named(), Result(out, second, {}).named())
+    single = Result(out, None if second is None else second[:count], {})
+    notes.same("batch_invariant", message, whole.named(), single.named())

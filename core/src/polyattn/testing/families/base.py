@@ -72,6 +72,7 @@ class Family(abc.ABC):
             `polyattn.testing.long_cases` makes is tried.
         empty: the same for requests with a tensor of no elements.
         batched: a batch has one length: `lengths` are repeated for it.
+        drafts: a tree of draft tokens is an argument of its own, and no mask.
         family: its name in `polyattn.contract.families.FAMILY_SPECS`, which gives the next three.
         layouts: of the request. positional: names of the bound function's positional arguments.
         second: what comes back beside the output: an `lse` when it is asked for, or a `state` always.
@@ -89,6 +90,7 @@ class Family(abc.ABC):
     long: ClassVar[Shapes] = {}
     empty: ClassVar[Mapping[str, Lengths]] = {}
     batched: ClassVar[bool] = False
+    drafts: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("THD",)
     positional: ClassVar[tuple[str, ...]] = ("query", "key", "value")
     optional: ClassVar[tuple[str, ...]] = ()
@@ -203,6 +205,14 @@ class Family(abc.ABC):
     def written(self, call: Call) -> Mapping[str, Tensor]:
         """The inputs that the call is asked to write to, by name, as they must be afterwards."""
         return {}
+
+    def lent(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`Call.extra` for one call, with copies of what it may write to."""
+        return extra
+
+    def misused(self, case: Case, extra: Mapping[str, Any], lent: Mapping[str, Any], second: Tensor | None) -> str:
+        """What is wrong with what a call did to its `lent` arguments, beside the numbers of `second`; "" = nothing."""
+        return ""
 
     # --- what is right
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ... import mla_attention
-from ...semantics.kv_quant import MLA_WIDTHS, mla_pack_fp8
-from ...semantics.reference import mla_unpack_fp8
+from ...semantics.kv_quant import LATENT_FORMATS, MLA_WIDTHS, mla_pack, mla_unpack
 from ..cases import Case
-from .base import Call
+from .base import Call, Part
 from .cached import SERVING, Cached
 from .packed import heads_first
 from .public import keywords
@@ -29,12 +28,12 @@ class Latent(Cached):
     family = "mla"
     optional = ("attn_mask",)
     caches = ("cache",)
-    says = SERVING - {"softcap", "sinks"}
+    says = (SERVING - {"softcap", "sinks"}) | {"token_topk"}
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "alibi": (True,),
         "segments": ("shared", "pair"),
-        "kv_dtype": ("float32", "bfloat16", "float16", "fp8_e5m2", "fp4_e2m1", "int8"),
-        "kv_scales": ("tensor", "head", "token", "block16"),
+        "kv_dtype": ("float32", "bfloat16", "float16", "int8"),
+        "kv_scales": ("tensor", "head", "token"),
         "kv_layout": ("HND", "vectorised", "NZ"),
     }
 
@@ -51,21 +50,73 @@ class Latent(Cached):
 
     def repaired(self, values: Mapping[str, Any]) -> dict[str, Any]:
         v = super().repaired(values)
-        packed = v["kv_dtype"] == "fp8_e4m3"
-        v["kv_scales"] = "block128" if packed else ""
-        if packed:
-            v["head_dim"], v["v_head_dim"] = MLA_WIDTHS
+        forms = [f for f in LATENT_FORMATS if f.kv_dtype == v["kv_dtype"]]
+        form = next((f for f in forms if f.kv_scales == v["kv_scales"]), forms[0] if forms else None)
+        v["kv_scales"] = form.kv_scales if form else ""
+        if form and form.widths:
+            v["head_dim"], v["v_head_dim"] = form.widths
+        if form and v["head_dim"] % form.multiple_of:
+            v["head_dim"] = 64
         if v["v_head_dim"] > v["head_dim"]:
             v["v_head_dim"] = 0
+        if v["token_topk"]:
+            v["kv_parts"] = 0  # lists speak of the call's own keys
         return v
 
     def kv_heads(self, group: int) -> int:
         return 1
 
+    def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
+        lists, start = tensors.get("token_indices"), 0
+        for query, key, value, mask in super().parts(case, tensors, extra):
+            if lists is not None:
+                s_q, s_k = query.shape[2], key.shape[2]
+                seen = torch.zeros(s_q, s_k, dtype=torch.bool, device=query.device)
+                for n, listed in enumerate(lists[start : start + s_q].tolist()):
+                    seen[n, [place for place in listed if place >= 0]] = True
+                start += s_q
+                hidden = mask is None or mask.dtype == torch.bool
+                mask = (seen if mask is None else seen & mask) if hidden else mask.masked_fill(~seen, -torch.inf)
+                mask = mask[None, None] if mask.dim() == 2 else mask
+            yield query, key, value, mask
+
+    def _lists(self, case: Case, maker: Maker) -> Tensor:
+        """Tokens that each query sees, in no order, places without one among them; some queries see none."""
+        rows, topk = [], case.request.token_topk
+        for s_q, s_k in case.lengths:
+            for n in range(s_q):
+                room = s_k - s_q + n + 1 if case.request.causal == "bottom_right" else s_k
+                listed = list(maker.permutation(max(room, 0)))[:topk] if n % 5 != 3 else []
+                blank = [-1] * (topk - len(listed))
+                rows += [*listed[:2], *blank, *listed[2:]]
+        return maker.integers(*rows).reshape(-1, topk)
+
     def public(self, call: Call) -> tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]:
         t = call.tensors
         options = {"v_head_dim": call.case.request.dims[1], **self.steps(call.case)}
+        options["token_indices"] = t.get("token_indices")
         return mla_attention, (t["query"], t["cache"]), {**keywords(call), **options}
+
+    def first(self, call: Call) -> tuple[Call, int]:
+        found, rows = super().first(call)
+        return self._with_lists(found, call, slice(rows)), rows
+
+    def last(self, call: Call) -> tuple[Call, Tensor, int]:
+        found, index, axis = super().last(call)
+        return self._with_lists(found, call, index), index, axis
+
+    def _piece(self, call: Call, span: slice) -> Call:
+        found = super()._piece(call, span)
+        if (lists := call.tensors.get("token_indices")) is None:
+            return found
+        inside = (lists >= span.start) & (lists < span.stop)
+        return found._replace(tensors={**found.tensors, "token_indices": (lists - span.start).masked_fill(~inside, -1)})
+
+    @staticmethod
+    def _with_lists(found: Call, call: Call, rows: Any) -> Call:
+        lists = call.tensors.get("token_indices")
+        some = {} if lists is None else {"token_indices": lists[rows]}
+        return found._replace(tensors={**found.tensors, **some})
 
     def make(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
         r = case.request
@@ -81,11 +132,14 @@ class Latent(Cached):
             for place in (place for n in which for places in tables[n].slots for place in places):
                 owned[place] = True
             blank = rows.masked_fill(~owned[..., None], float("nan"))
-            cache = (mla_pack_fp8(blank) if r.kv_scales == "block128" else blank.to(maker.dtype)).to(maker.device)
+            stored = r.kv_storage != r.dtype
+            cache = (mla_pack(blank, r.kv_dtype, r.kv_scales) if stored else blank.to(maker.dtype)).to(maker.device)
             if which[0] == 0:
                 tensors["cache"] = cache
             else:
                 pools[which[0] - 1]["cache"] = cache
+        if r.token_topk:
+            tensors["token_indices"] = self._lists(case, maker)
         return tensors, {**lens, **self.lens(tables, groups, maker, pools)}
 
     def sides(
@@ -93,7 +147,7 @@ class Latent(Cached):
     ) -> tuple[Tensor, ...]:
         token = torch.arange(length, device=pages.device)
         rows = tensors["cache"][pages[token // case.request.page_size].long(), token % case.request.page_size]
-        return ((mla_unpack_fp8(rows) if rows.dtype == torch.uint8 else rows).to(dtype).unsqueeze(1),)
+        return (mla_unpack(rows).to(dtype).unsqueeze(1),)
 
     def key_value(self, case: Case, sides: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         rows = heads_first(sides[0])

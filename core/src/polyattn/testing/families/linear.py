@@ -26,11 +26,17 @@ __all__ = ["Linear"]
 _NAMES = ("query", "key", "value", "gate", "beta", "state", "a_log", "dt_bias")
 _BOUND = -5.0
 """Of gates that are bounded."""
+_DRAFTS = 1
+"""Which of the shapes draft tokens have: 5 for each sequence. Every one of their states is compared."""
 
 
 def _given(part: Any) -> dict[str, Any]:
-    """The arguments of a computed call: gates and rows as the request says."""
-    values, request = dict(zip(_NAMES, part, strict=False)), part[-1]
+    """The arguments of a computed call: gates and rows as the request says, of a pool the states in its slots."""
+    values, (slots, parents), request = dict(zip(_NAMES, part, strict=False)), part[len(_NAMES) : -2], part[-1]
+    if slots is not None:
+        values["state"] = values["state"].to(values["value"].dtype)[slots.long().clamp(min=0)]
+    if parents is not None:
+        values["parents"] = parents
     a_log, dt_bias = values.pop("a_log"), values.pop("dt_bias")
     if request.raw_gates:
         bound = {"gate_bound": _BOUND if request.raw_gates == "bounded" else 0.0, "beta_range": request.beta_range}
@@ -43,7 +49,7 @@ def _given(part: Any) -> dict[str, Any]:
 def _exact(*part: Any) -> tuple[Tensor, Tensor]:
     """The definition, in the dtype of the state."""
     form = {"state_layout": part[-1].state_layout or "KV", "every_state": part[-1].state_out == "every"}
-    return gated_delta_rule(**_given(part), **form)
+    return _in_slots(part, *gated_delta_rule(**_given(part), **form))
 
 
 def _plain(*part: Any) -> tuple[Tensor, Tensor]:
@@ -53,7 +59,21 @@ def _plain(*part: Any) -> tuple[Tensor, Tensor]:
     given, flipped = _given(part), part[-1].state_layout == "VK"
     given["state"] = given["state"].mT if flipped else given["state"]
     out, last = chunked_delta_rule(**given)
-    return out, last.mT if flipped else last
+    return _in_slots(part, out, last.mT if flipped else last)
+
+
+def _in_slots(part: tuple[Any, ...], out: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, states) as a call with slots gives them: 0 for a sequence without one, and the pool."""
+    pool, slots = part[_NAMES.index("state")], part[len(_NAMES)]
+    if slots is None:
+        return out, states
+    kept = slots >= 0
+    out = out.where(kept[:, None, None, None], 0.0)
+    if part[-1].state_out == "every":
+        return out, states.where(kept[:, None, None, None, None], 0.0)
+    after = pool.to(states.dtype, copy=True)
+    after[slots[kept].long()] = states[kept]
+    return out, after
 
 
 class Linear(Family):
@@ -65,20 +85,19 @@ class Linear(Family):
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),)}
     batched = True
+    drafts = True
     says: ClassVar[frozenset[str]] = frozenset(
         (
             *("grad", "method", "misaligned", "phase", "s_relation", "scale", "state_dtype", "state_layout"),
-            *("v_head_dim", "state_out", "raw_gates", "beta_range", "qk_norm"),
+            *("v_head_dim", "state_out", "state_slots", "tree", "raw_gates", "beta_range", "qk_norm"),
         )
     )
+    # What an engine asks of a step as it does of softmax layers; a call of this family has other words for it.
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tree": (True,),
         "spec_topk": (1, 4),
-        "state_slots": (True,),
-        "phase": ("verify", "extend"),
+        "phase": ("extend",),
         "s_relation": ("fewer",),
         "causal": ("bottom_right",),
-        "state_out": ("every",),
     }
     exact = staticmethod(_exact)
     plain = staticmethod(_plain)
@@ -86,7 +105,12 @@ class Linear(Family):
 
     def repaired(self, values: Mapping[str, Any]) -> dict[str, Any]:
         v = super().repaired(values)
-        v["phase"] = "decode" if v["s_relation"] == "one" else "prefill"
+        every, slots = v["state_out"] == "every", v["state_slots"]
+        v["phase"] = "verify" if every else "decode" if v["s_relation"] == "one" else "prefill"
+        v["shape"] = _DRAFTS if every and v["s_relation"] == "equal" else v["shape"]
+        v["tree"] = every and v["tree"]
+        # A pool is written, which no gradient goes through.
+        v["grad"] = () if slots else v["grad"]
         # S10: the state is float32, and float64 beside float64; `make` has no other.
         v["state_dtype"] = ""
         v["state_layout"] = v["state_layout"] or "KV"
@@ -97,6 +121,7 @@ class Linear(Family):
         r, t = call.case.request, call.tensors
         options = {"method": r.method, "scale": r.scale, "state_layout": r.state_layout or "KV"}
         options |= {"qk_norm": r.qk_norm, "beta_range": r.beta_range, **call.extra}
+        options["every_state"] = r.state_out == "every"
         given = {name: t[name] for name in _NAMES[3:] if name in t}
         return linear_attention, (t["query"], t["key"], t["value"]), {**given, **options}
 
@@ -107,16 +132,26 @@ class Linear(Family):
         tensors["gate"] = -maker.uniform(*decays).to(maker.dtype).to(maker.device)
         # beta |k|^2 stays small, as with the keys of length one that models have: else the state grows without a bound.
         tensors["beta"] = (maker.uniform(B, T, r.heads) / r.head_dim).to(maker.dtype).to(maker.device)
-        tensors["state"] = maker.normal(*self._state(case)).to(DTYPES[self._dtype(r)]).to(maker.device)
+        state, more = maker.normal(*self._state(case)).to(DTYPES[self._dtype(r)]).to(maker.device), {}
+        if r.tree:
+            earlier = [[-1, *(int(maker.uniform(1) * node) for node in range(1, T))] for _ in range(B)]
+            more["parents"] = torch.tensor(earlier, device=maker.device)
+        if r.state_slots:
+            # The first sequence has the first slot, the last of several none. Others lie anywhere.
+            slots = [0, *(1 + slot for slot in maker.permutation(B))][: max(B - 1, 1)]
+            more |= {"state": state, "state_slots": maker.integers(*slots, *[-1] * (B - len(slots)))}
+        else:
+            tensors["state"] = state
         if not r.raw_gates:
-            return tensors, {}
+            return tensors, more
         # Raw gates are any numbers, and betas as small as those above.
         tensors["gate"] = maker.normal(*decays).to(maker.dtype).to(maker.device)
         raw = maker.normal(B, T, r.heads) - math.log(r.head_dim)
         tensors["beta"] = raw.to(maker.dtype).to(maker.device)
         tensors["a_log"] = maker.uniform(r.heads).to(maker.device)
-        tensors["dt_bias"] = maker.normal(*decays[2:]).to(maker.device)
-        return tensors, {"gate_bound": _BOUND} if r.raw_gates == "bounded" else {}
+        # A parameter of the model: in its dtype.
+        tensors["dt_bias"] = maker.normal(*decays[2:]).to(maker.dtype).to(maker.device)
+        return tensors, {**more, "gate_bound": _BOUND} if r.raw_gates == "bounded" else more
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
         r, B, (T, _) = case.request, len(case.lengths), case.longest
@@ -127,22 +162,43 @@ class Linear(Family):
         return self.shapes(case)["value"]
 
     def second_form(self, case: Case) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
-        return self._state(case), (DTYPES[self._dtype(case.request)],)
+        form = self._state(case)
+        if case.request.state_out == "every":
+            form = (len(case.lengths), case.longest[0], *form[1:])
+        return form, (DTYPES[self._dtype(case.request)],)
+
+    def lent(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**extra, "state": extra["state"].clone()} if "state" in extra else extra
+
+    def misused(self, case: Case, extra: Mapping[str, Any], lent: Mapping[str, Any], second: Tensor | None) -> str:
+        if "state" not in extra or second is None:
+            return ""
+        if case.request.state_out == "every":
+            return "" if torch.equal(lent["state"], extra["state"]) else "the pool was written for drafts"
+        return "" if second.data_ptr() == lent["state"].data_ptr() else "what came back is not the pool that was given"
 
     def _state(self, case: Case) -> tuple[int, ...]:
+        """The shape of the states that are given: of a pool there are two more than sequences."""
         r = case.request
         rows = (r.head_dim, r.dims[1])
-        return (len(case.lengths), r.heads, *(rows[::-1] if r.state_layout == "VK" else rows))
+        count = len(case.lengths) + (2 if r.state_slots else 0)
+        return (count, r.heads, *(rows[::-1] if r.state_layout == "VK" else rows))
 
     def _dtype(self, request: AttentionRequest) -> str:
         return "float64" if request.dtype == "float64" else "float32"
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
-        yield tuple(tensors.get(name) for name in _NAMES)
+        given = {**extra, **tensors}
+        yield tuple(given.get(name) for name in (*_NAMES, "state_slots", "parents"))
 
     def join(self, case: Case, outs: Sequence[Tensor], seconds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return outs[0], seconds[0]
 
     def first(self, call: Call) -> tuple[Call, int]:
         case = dataclasses.replace(call.case, lengths=call.case.lengths[:1])
-        return Call(case, {name: t[:1] for name, t in call.tensors.items()}, call.extra), 1
+        whole = ("a_log", "dt_bias", "state", "gate_bound")
+        extra = {name: given if name in whole else given[:1] for name, given in call.extra.items()}
+        tensors = {n: t if n in whole and n != "state" else t[:1] for n, t in call.tensors.items()}
+        if "state" in extra:  # a pool, of which the sequence has the first slot
+            extra["state"] = extra["state"][:3]
+        return Call(case, tensors, extra), 1

@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyattn.contract import Accuracy, AutoRule, BackendInfo, PairRule, Provider, Range, Row, Window, conditions, row
+from polyattn.contract import (
+    Accuracy,
+    AutoRule,
+    BackendInfo,
+    Fallback,
+    PairRule,
+    Provider,
+    Range,
+    Row,
+    Window,
+    conditions,
+    row,
+)
 
 from .common import (
     ABSORBED,
@@ -177,9 +189,19 @@ FA3 = BackendInfo(
             conditions(family="mla", arch=HOPPER, toolkit=CUDA_12_3),
         ),
     ),
+    fallbacks=(
+        Fallback(
+            "fa3_fp8",
+            "its kernel reads e4m3 caches where they lie, queries and attention weights rounded to e4m3 too (relative "
+            "error about 0.03); fa3 itself turns the pages of each call into the queries' dtype first",
+            conditions(family="paged", kv_dtype="fp8_e4m3"),
+            first=True,
+        ),
+    ),
     upstream=f"{FLASH_ATTENTION}/tree/main/hopper",
     evidence="emulator",
-    note="cache dtypes other than the query's are dequantised by pages",
+    note="e4m3 caches are read by fa3_fp8 unless mode is strict; other cache dtypes than the query's are dequantised "
+    "by pages",
 )
 
 

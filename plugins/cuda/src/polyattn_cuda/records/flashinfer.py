@@ -10,6 +10,7 @@ from typing import Any
 from polyattn.contract import (
     SESSION,
     Alias,
+    AtLeast,
     AutoRule,
     BackendInfo,
     Provider,
@@ -27,6 +28,7 @@ from .common import (
     ANY_PAGE,
     ANY_TREE,
     BLACKWELL,
+    CAUSAL,
     DEQUANTISE,
     HALF,
     HOPPER,
@@ -34,7 +36,6 @@ from .common import (
     LATENT_DTYPES,
     LENGTHS,
     NO_TREE,
-    PHASES,
     SERVING,
     SINKS,
     UNABSORBED,
@@ -53,6 +54,14 @@ FLASHINFER_MLA_LIBRARY = Requirement(
     also=("flashinfer",),
 )
 """With MLAPlanMetadata, and the base of an LSE as an argument of every kernel."""
+
+FLASHINFER_GDN = Requirement(
+    "flashinfer-python",
+    ">=0.7.2",
+    module="flashinfer.gdn_prefill",
+    hint="pip install -U flashinfer-python",
+    also=("flashinfer",),
+)
 
 SHAPES: dict[str, Any] = {"misaligned": True, "zero_size": True}
 LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -125,23 +134,37 @@ def _ragged(width: dict[str, Any]) -> tuple[Row, ...]:
     )
 
 
-def _gdn(archs: tuple[str, ...], state_dtype: str) -> Row:
+# Of all of its kernels: float32 states [N, H_v, D_v, D] of heads of 128.
+GDN: dict[str, Any] = {
+    "family": "linear",
+    "method": "gdn",
+    "head_dim": 128,
+    "state_layout": ("", "VK"),
+    "causal": CAUSAL,
+    "group": True,
+    "scale": True,
+    "qk_norm": True,
+    "misaligned": True,
+}
+# Those of single tokens and of drafts write bfloat16.
+GDN_RAW: dict[str, Any] = {**GDN, "dtype": "bfloat16", "raw_gates": ("softplus",), "state_slots": True}
+
+
+def _gdn(when: dict[str, Any]) -> tuple[Row, ...]:
     """Gated delta net. Drafts are verified as a chain; a tree goes to the triton backend."""
-    return row(
-        when={"arch": archs},
-        family="linear",
-        method="gdn",
-        dtype=HALF,
-        head_dim=128,
-        state_dtype=("", state_dtype) if state_dtype == "float32" else state_dtype,
-        state_layout=("", "VK"),
-        phase=PHASES,
-        s_relation=LENGTHS,
-        causal=True,
-        group=True,
-        scale=True,
-        spec_topk=NO_TREE,
-        note="state in float32 on Hopper and in bfloat16 on Blackwell",
+    steps: dict[str, Any] = {"phase": ("prefill", "extend", "decode"), "s_relation": ("equal", "one")}
+    return (
+        row(when=when, **GDN, **steps, dtype=HALF),
+        row(when=when, **GDN_RAW, phase="decode", s_relation="one", graph_capture=True),
+        row(
+            when=when,
+            **GDN_RAW,
+            phase="verify",
+            s_relation=("equal", "fewer"),
+            spec_topk=NO_TREE,
+            state_out=("every",),
+            graph_capture=True,
+        ),
     )
 
 
@@ -163,7 +186,12 @@ FLASHINFER_MHA = BackendInfo(
             requires=(FLASHINFER,),
             defects=FLASHINFER_RAGGED,
         ),
-        Provider("gdn", (_gdn(HOPPER, "float32"), _gdn(BLACKWELL, "bfloat16")), requires=(FLASHINFER,)),
+        Provider(
+            "gdn",
+            (*_gdn({"arch": HOPPER}), *_gdn({"arch": BLACKWELL, "toolkit": AtLeast((13, 0))})),
+            target="polyattn_cuda.flashinfer.gdn:GDN",
+            requires=(FLASHINFER_GDN,),
+        ),
     ),
     summary="FlashInfer on paged caches, and gated delta nets",
     priority=80,

@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyattn.contract import BackendInfo, Provider, Range, Requirement, row
 
-from .common import HALF, PHASES
+from .common import BLACKWELL, CAUSAL, HALF, HOPPER, TRAINABLE
+
+SGLANG = Requirement("sglang", ">=0.5.23", module="sglang.kernels.ops.attention.cutedsl_gdn", hint="pip install sglang")
+FLA_LIBRARY = Requirement(
+    "flash-linear-attention",
+    ">=0.6",
+    module="fla.ops.gated_delta_rule",
+    hint="pip install -U flash-linear-attention",
+    also=("fla-core",),
+)
+
+SHARED: dict[str, Any] = {
+    "family": "linear",
+    "method": ("gdn", "kda"),
+    "causal": CAUSAL,
+    "group": True,
+    "misaligned": True,
+}
+ONE: dict[str, Any] = {"phase": "decode", "s_relation": "one"}
+CHUNKS: dict[str, Any] = {
+    **SHARED,
+    "dtype": HALF,
+    "head_dim": Range(16, 256),
+    "v_head_dim": Range(16, 512),
+    "phase": ("prefill", "extend", "decode"),
+    "s_relation": ("equal", "one"),
+    "scale": True,
+    "state_layout": ("", "KV", "VK"),
+    "qk_norm": True,
+}
 
 CUTEDSL = BackendInfo(
     "cutedsl",
     "cuda",
     (
         Provider(
-            "nvidia-cutlass-dsl",
+            "sglang",
             (
                 row(
-                    family="linear",
-                    method=("gdn", "kda"),
-                    dtype=HALF,
+                    when={"arch": (*HOPPER, *BLACKWELL)},
+                    **SHARED,
+                    **ONE,
+                    dtype="bfloat16",
                     head_dim=128,
-                    phase="decode",
-                    s_relation=("equal", "one"),
-                    causal=True,
-                    group=True,
-                    scale=True,
                     state_layout=("", "VK"),
+                    state_slots=True,
+                    raw_gates=("softplus",),
+                    qk_norm=(True,),
                     graph_capture=True,
                 ),
             ),
-            requires=(Requirement("nvidia-cutlass-dsl", module="cutlass", hint="pip install nvidia-cutlass-dsl"),),
+            target="polyattn_cuda.cutedsl:CuteDSL",
+            requires=(
+                SGLANG,
+                Requirement("nvidia-cutlass-dsl", module="cutlass", hint="pip install nvidia-cutlass-dsl"),
+            ),
         ),
     ),
-    summary="CuTe DSL recurrent kernels, decode only",
-    priority=35,
+    summary="SGLang's CuTe DSL recurrent kernels, decode only",
+    priority=None,
+    evidence="emulator",
     upstream="https://github.com/sgl-project/sglang",
+    note="by name, for calls with raw gates (a_log) in bfloat16 and qk_norm: its kernels compute both, and know no "
+    "other scale than D ** -0.5; each number of sequences is compiled anew",
 )
 
 FLA = BackendInfo(
@@ -42,33 +79,24 @@ FLA = BackendInfo(
         Provider(
             "flash-linear-attention",
             (
+                # Its kernels of single tokens have no backward, and compute gates from raw ones.
                 row(
-                    family="linear",
-                    method=("gdn", "kda"),
-                    dtype=(*HALF, "float32"),
-                    head_dim=Range(16, 256),
-                    v_head_dim=Range(16, 512),
-                    phase=PHASES[:3],
-                    s_relation=("equal", "one"),
-                    causal=True,
-                    group=True,
-                    scale=True,
-                    state_layout=("", "KV"),
-                    grad=("query", "key", "value"),
+                    **{**CHUNKS, **ONE, "dtype": (*HALF, "float32")},
+                    raw_gates=("", "softplus"),
+                    beta_range=(1, 2),
+                    graph_capture=True,
                 ),
+                # In float32 the products of chunks are of TF32.
+                row(**CHUNKS, grad=TRAINABLE),
             ),
-            requires=(
-                Requirement(
-                    "flash-linear-attention",
-                    module="fla.ops.gated_delta_rule",
-                    hint="pip install flash-linear-attention",
-                    also=("fla-core",),
-                ),
-            ),
+            target="polyattn_cuda.fla:FLA",
+            requires=(FLA_LIBRARY,),
         ),
     ),
     summary="flash-linear-attention, trains",
     priority=34,
+    evidence="emulator",
+    compiles=True,
     upstream="https://github.com/fla-org/flash-linear-attention",
 )
 

@@ -22,6 +22,7 @@ from .common import (
     PHASES,
     PORTABLE,
     SERVING,
+    TRITON,
     UNABSORBED,
     free_slots,
 )
@@ -199,33 +200,61 @@ HPC_OPS = BackendInfo(
 )
 
 # FlashMLA's sparse kernels read 656-byte FP8 rows (512 e4m3, 4 float32 scales, 64 bfloat16) or plain bfloat16 ones.
-SPARSE_MLA: dict[str, Any] = {
-    **SERVING,
+SPARSE: dict[str, Any] = {
+    **{name: words for name, words in FLASHMLA_COMMON.items() if name not in ("chunked_prefix", "dtype")},
+    "dtype": "bfloat16",
+    "group": (64, 128),
+    "token_topk": Range(1),
+}
+SPARSE_ROWS = tuple(
+    row(when={"arch": (*HOPPER, *BLACKWELL)}, **SPARSE, kv_dtype=dtype, kv_scales=scales, note=note)
+    for dtype, scales, note in (
+        ("auto", "", "sparse_attn_prefill_interface: bfloat16 rows, 64 or 128 heads"),
+        ("fp8_e4m3", "block128", "sparse_attn_decode_interface: rows of 656 bytes, 64 or 128 heads"),
+    )
+)
+
+_LISTED: dict[str, Any] = {
     "family": "mla",
-    "method": "dsa",
-    "dims": (ABSORBED,),
-    "kv_dtype": ("auto", "fp8_e4m3"),
-    "kv_scales": ("", "block128"),
+    "token_topk": Range(1),
+    "dtype": (*HALF, "float32"),
+    "phase": PHASES,
+    "s_relation": ("equal", "one", "fewer", "more"),
+    "causal": ("none", "bottom_right"),
+    "group": True,
+    "scale": True,
     "spec_topk": NO_TREE,
     "lse": True,
+    "page_size": ANY_PAGE,
+    "graph_capture": True,
+    "zero_size": True,
 }
-SPARSE_CUDA = row(
-    when={"arch": (*HOPPER, *BLACKWELL)}, **{**SPARSE_MLA, "dtype": "bfloat16"}, page_size=64, graph_capture=True
+PORTABLE_ROWS = (
+    row(
+        kv_dtype="auto",
+        misaligned=True,
+        head_dim=Range(16, 576, multiple_of=8),
+        v_head_dim=Range(16, 512, multiple_of=8),
+        **_LISTED,
+    ),
+    row(kv_dtype="fp8_e4m3", kv_scales="block128", dims=(ABSORBED,), **_LISTED),
 )
 
 DSA = BackendInfo(
     "dsa",
     "cuda",
     (
-        Provider("sgl-flash-mla", (SPARSE_CUDA,), requires=(SGL_FLASH_MLA,)),
-        Provider("flash-mla", (SPARSE_CUDA,), requires=(FLASH_MLA,)),
-        Provider("polyattn-triton", (row(**SPARSE_MLA, page_size=ANY_PAGE),), requires=(PORTABLE,)),
+        Provider("sgl-flash-mla", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:SglFlashMLASparse", (SGL_FLASH_MLA,)),
+        Provider("flash-mla", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:FlashMLASparse", (FLASH_MLA,)),
+        Provider("vllm", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:VllmFlashMLASparse", (VLLM_FLASH_MLA,)),
+        Provider("polyattn-triton", PORTABLE_ROWS, "polyattn_triton.listed:Listed", (PORTABLE, TRITON)),
     ),
     summary="DeepSeek sparse attention: an indexer's top-k tokens over a latent cache",
     priority=60,
     aliases=(Alias("nsa", ("mla",)),),
     upstream="https://github.com/deepseek-ai/FlashMLA",
-    note="serves requests of method dsa only; its choice of tokens is the model's own",
+    evidence="emulator",
+    note="serves calls with lists of tokens only; which tokens is the model's own choice",
 )
 
 DUAL_CHUNK = BackendInfo(
@@ -242,20 +271,27 @@ DUAL_CHUNK = BackendInfo(
                     head_dim=Range(16, 256, multiple_of=8),
                     page_size=ANY_PAGE,
                     phase=PHASES[:3],
-                    s_relation=("equal", "one", "fewer"),
+                    s_relation=("equal", "one", "fewer", "more"),
                     causal=("none", "bottom_right"),
                     group=True,
                     scale=True,
+                    softcap=True,
+                    lse=True,
                     save_kv_cache=True,
+                    graph_capture=True,
+                    misaligned=True,
                 ),
             ),
-            requires=(PORTABLE,),
+            "polyattn_triton.paged:Paged",
+            (PORTABLE, TRITON),
         ),
     ),
     summary="Dual chunk attention of the Qwen 1M models",
     priority=58,
     upstream="polyattn",
-    note="serves requests of method dual_chunk only; SGLang has dropped the name, polyattn keeps it",
+    evidence="interpreter",
+    note="serves layers of dual chunk attention only, as every paged backend with an LSE does too; SGLang has dropped "
+    "the name, polyattn keeps it",
 )
 
 BACKENDS = (FLASHMLA, CUTLASS_MLA, HPC_OPS, DSA, DUAL_CHUNK)

@@ -6,6 +6,7 @@ A row that changes here changes in polyattn-cuda too (its provider `polyattn-tri
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from polyattn.contract import Accuracy, Alias, BackendInfo, Provider, Range, Row, row
 from polyattn.methods.video.records import portable
@@ -14,22 +15,30 @@ from .common import ANY_PAGE, HALF, INTERPRETED, LENGTHS, NO_TREE, PHASES, PLATF
 
 ELSEWHERE = tuple(platform for platform in PLATFORMS if platform != "cuda")
 
-DSA_ROW = row(
-    family="mla",
-    method="dsa",
-    dtype=HALF,
-    phase=PHASES,
-    s_relation=LENGTHS,
-    causal=("none", "bottom_right"),
-    group=True,
-    scale=True,
-    save_kv_cache=True,
-    dims=((576, 512),),
-    kv_dtype=("auto", "fp8_e4m3"),
-    kv_scales=("", "block128"),
-    spec_topk=NO_TREE,
-    lse=True,
-    page_size=ANY_PAGE,
+LISTED: dict[str, Any] = {
+    "family": "mla",
+    "token_topk": Range(1),
+    "dtype": (*HALF, "float32"),
+    "phase": PHASES,
+    "s_relation": LENGTHS,
+    "causal": ("none", "bottom_right"),
+    "group": True,
+    "scale": True,
+    "spec_topk": NO_TREE,
+    "lse": True,
+    "page_size": ANY_PAGE,
+    "graph_capture": True,
+    "zero_size": True,
+}
+DSA_ROWS = (
+    row(
+        kv_dtype="auto",
+        misaligned=True,
+        head_dim=Range(16, 576, multiple_of=8),
+        v_head_dim=Range(16, 512, multiple_of=8),
+        **LISTED,
+    ),
+    row(kv_dtype="fp8_e4m3", kv_scales="block128", dims=((576, 512),), **LISTED),
 )
 DUAL_CHUNK_ROW = row(
     family="paged",
@@ -38,11 +47,15 @@ DUAL_CHUNK_ROW = row(
     head_dim=Range(16, 256, multiple_of=8),
     page_size=ANY_PAGE,
     phase=PHASES[:3],
-    s_relation=("equal", "one", "fewer"),
+    s_relation=LENGTHS,
     causal=("none", "bottom_right"),
     group=True,
     scale=True,
+    softcap=True,
+    lse=True,
     save_kv_cache=True,
+    graph_capture=True,
+    misaligned=True,
 )
 SAGE_SLA_ROW = row(
     when={"place": True},
@@ -64,8 +77,8 @@ def _sage_sla(platform: str) -> BackendInfo:
     return dataclasses.replace(portable("sage_sla_attn", platform), providers=(own,), note="")
 
 
-def _provider(platform: str, limits: Row) -> tuple[Provider, ...]:
-    return (Provider("polyattn-triton", (limits,), requires=(TRITON[platform],)),)
+def _provider(platform: str, target: str, *limits: Row) -> tuple[Provider, ...]:
+    return (Provider("polyattn-triton", limits, target, requires=(TRITON[platform],)),)
 
 
 def _backends(platform: str) -> tuple[BackendInfo, ...]:
@@ -73,21 +86,23 @@ def _backends(platform: str) -> tuple[BackendInfo, ...]:
         BackendInfo(
             "dsa",
             platform,
-            _provider(platform, DSA_ROW),
+            _provider(platform, "polyattn_triton.listed:Listed", *DSA_ROWS),
             summary="DeepSeek sparse attention: an indexer's top-k tokens over a latent cache",
             priority=INTERPRETED if platform == "cpu" else 60,
             aliases=(Alias("nsa", ("mla",)),),
+            evidence="interpreter" if platform == "cpu" else "declared",
             upstream="polyattn",
-            note="serves requests of method dsa only; its choice of tokens is the model's own",
+            note="serves calls with lists of tokens only; which tokens is the model's own choice",
         ),
         BackendInfo(
             "dual_chunk_flash_attn",
             platform,
-            _provider(platform, DUAL_CHUNK_ROW),
+            _provider(platform, "polyattn_triton.paged:Paged", DUAL_CHUNK_ROW),
             summary="Dual chunk attention of the Qwen 1M models",
             priority=INTERPRETED if platform == "cpu" else 58,
+            evidence="interpreter" if platform == "cpu" else "declared",
             upstream="polyattn",
-            note="serves requests of method dual_chunk only",
+            note="serves layers of dual chunk attention only, as every paged backend with an LSE does too",
         ),
     )
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import logging
+import re
 import time
 import uuid
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -20,12 +24,13 @@ from starlette.routing import Route
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import Modality
+from transformers.cli.serving.utils import Modality, get_response_template
 
 from ....errors import BusyError, InvalidInputError
 from ....serving.engine import Engine
 from ....serving.engine.loop import EngineLoop, Tell, Update
-from .fields import CHAT, COMPLETIONS, RefusedField, checked
+from ..images import ImageReader
+from .fields import CHAT, CHAT_WITH_IMAGES, COMPLETIONS, RefusedField, checked
 from .manager import Manager, generation_config
 from .metrics import Metrics
 
@@ -37,6 +42,8 @@ FAILURES = 3
 """Steps that fail one after the other before a server calls itself ill."""
 
 _log = logging.getLogger("polyattn.serve")
+# transformers warns of every request that it got one.
+logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
 
 
 class _OneModel:
@@ -105,12 +112,18 @@ class _Chat(_Ours, ChatCompletionHandler):  # type: ignore[misc]
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-        """Put messages in the form that chat templates read: text in one piece, arguments of calls as objects."""
+        """Put messages in the form that chat templates read: text in one piece unless there are images in it, arguments
+        of calls as objects."""
         found = []
-        for message in messages:
+        for at, message in enumerate(messages):
             content, calls = message.get("content"), message.get("tool_calls")
-            text = content if isinstance(content, str) else " ".join(part["text"] for part in content or ())
-            made = {**message, "content": text}
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+            made = {**message, "content": " ".join(part.get("text", "") for part in parts)}
+            if any(part["type"] == "image_url" for part in parts):
+                made["content"] = [
+                    part if part["type"] == "text" else _image(f"messages[{at}].content[{number}].image_url.url", part)
+                    for number, part in enumerate(parts)
+                ]
             if calls:
                 made["tool_calls"] = [
                     {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
@@ -118,6 +131,21 @@ class _Chat(_Ours, ChatCompletionHandler):  # type: ignore[misc]
                 ]
             found.append(made)
         return found
+
+
+def _image(field: str, part: dict[str, Any]) -> dict[str, Any]:
+    """Open the image of a part, which `fields` has looked at."""
+    from PIL import Image
+
+    try:
+        data = base64.b64decode(part["image_url"]["url"].partition(";base64,")[2], validate=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data))
+            image.load()
+    except (ValueError, OSError, Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
+        raise RefusedField(f"{field} is no image that can be read: {exc}", field) from exc
+    return {"type": "image", "image": image}
 
 
 class _Completions(_Ours, CompletionHandler):  # type: ignore[misc]
@@ -130,7 +158,8 @@ def build_app(
     """Build the server of one model.
 
     Args:
-        engine: runs the model; it belongs to the server from its start on. tokenizer: a fast one. name: what clients
+        engine: runs the model; it belongs to the server from its start on. tokenizer: a fast one, or an `ImageReader`
+            over it. name: what clients
             call the model. waiting: requests that may wait; more get 429. drain: seconds that requests have to end
             in once the server shuts down.
 
@@ -143,6 +172,9 @@ def build_app(
     manager = Manager(loop, metrics.first)
     one: Any = _OneModel(name, model, tokenizer)
     chat, completions = _Chat(one, there), _Completions(one, there)
+    if (form := get_response_template(tokenizer, model)) is not None:
+        getattr(tokenizer, "tokenizer", tokenizer).response_template = _anchored(form)
+    served = CHAT_WITH_IMAGES if isinstance(tokenizer, ImageReader) else CHAT
     started = int(time.time())
 
     @contextlib.asynccontextmanager
@@ -172,7 +204,7 @@ def build_app(
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def on_chat(request: Request) -> Response:
-        return await _answer(request, chat.handle_request, manager, CHAT, "messages")
+        return await _answer(request, chat.handle_request, manager, served, "messages")
 
     async def on_completion(request: Request) -> Response:
         return await _answer(request, completions.handle_request, manager, COMPLETIONS, "prompt")
@@ -193,6 +225,16 @@ def build_app(
             Exception: _failed,
         },
     )
+
+
+def _anchored(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a form of answers that takes nothing of the prompt where the prompt never says that an answer begins.
+    transformers takes all of it then, and a model with a chat template of its own would repeat what it was told."""
+    words = form.get("start_anchor", ())
+    literals = "|".join(re.escape(word) for word in ([words] if isinstance(words, str) else words))
+    begins = form.get("start_anchor_pattern") or literals
+    rest = {name: value for name, value in form.items() if name != "start_anchor"}
+    return {**rest, "start_anchor_pattern": f"(?:{begins})|\\A(?!(?s:.*)(?:{begins}))(?s:.*)\\Z"}
 
 
 def _tell_all(news: list[tuple[Tell, Update]]) -> None:

@@ -3,6 +3,7 @@ by its name: what a server ignores, its client takes for done."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from ....errors import InvalidInputError, did_you_mean
 
-__all__ = ["CHAT", "COMPLETIONS", "RefusedField", "checked"]
+__all__ = ["CHAT", "CHAT_WITH_IMAGES", "COMPLETIONS", "RefusedField", "checked"]
 
 
 class RefusedField(InvalidInputError):  # noqa: N818 - of the server alone: people catch InvalidInputError
@@ -91,7 +92,7 @@ def _stream_options(field: str, value: Any) -> None:
     _known(value, {"include_usage": _flag, "include_obfuscation": _only(False)}, f"{field}.")
 
 
-def _messages(field: str, value: Any) -> None:
+def _messages(field: str, value: Any, *, images: bool = False) -> None:
     if not isinstance(value, list) or not value:
         raise _wrong(field, value, "a list of messages is needed, at least one")
     for at, message in enumerate(value):
@@ -103,18 +104,30 @@ def _messages(field: str, value: Any) -> None:
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, list):
             for number, part in enumerate(content):
-                _part(f"{here}.content[{number}]", part)
+                _part(f"{here}.content[{number}]", part, images)
         elif not isinstance(content, str) and not (content is None and calls):
             raise _wrong(f"{here}.content", content, "a string or a list of parts is needed")
         if calls is not None:
             _calls(f"{here}.tool_calls", calls)
 
 
-def _part(field: str, part: Any) -> None:
+def _part(field: str, part: Any, images: bool) -> None:
     _mapping(field, part)
+    if images and part.get("type") == "image_url":
+        _mapping(f"{field}.image_url", part.get("image_url"))
+        _known(part["image_url"], {"url": _data, "detail": _only("auto")}, f"{field}.image_url.")
+        _data(f"{field}.image_url.url", part["image_url"].get("url"))
+        return
     if part.get("type") != "text":
-        raise _wrong(f"{field}.type", part.get("type"), "this model reads text only; give parts of type 'text'")
+        allowed = "'text' or 'image_url'" if images else "'text'"
+        reads = "text and images" if images else "text"
+        raise _wrong(f"{field}.type", part.get("type"), f"this model reads {reads} only; give parts of type {allowed}")
     _text(f"{field}.text", part.get("text"))
+
+
+def _data(field: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.startswith("data:image/") or ";base64," not in value[:100]:
+        raise _wrong(field, value, "this server fetches nothing; give the image itself, as data:image/png;base64,...")
 
 
 def _calls(field: str, calls: Any) -> None:
@@ -179,6 +192,8 @@ CHAT: Mapping[str, Check] = {
     "prompt_cache_key": _text,
 }
 """Fields of /v1/chat/completions. `top_k`, `ignore_eos` and `chat_template_kwargs` are fields of other servers."""
+CHAT_WITH_IMAGES: Mapping[str, Check] = {**CHAT, "messages": functools.partial(_messages, images=True)}
+"""The same of a model that reads images."""
 COMPLETIONS: Mapping[str, Check] = {**_COMMON, "prompt": _text, "best_of": _only(1), "echo": _only(False)}
 """Fields of /v1/completions."""
 

@@ -238,7 +238,8 @@ class Manager(BaseGenerateManager):
                 self._first(clock() - arrived)
             tell(update)
 
-        answer.ticket = self.loop.submit(prompt, self._params(config, len(prompt)), told)
+        params = self._params(config, len(prompt))
+        answer.ticket = self.loop.submit(prompt, params, told, media=inputs.get("media"))
         return answer
 
     def _params(self, config: GenerationConfig, prompt: int) -> SamplingParams:

@@ -1,0 +1,1 @@
+"""What `benchmarks/parallel.py` is made of."""

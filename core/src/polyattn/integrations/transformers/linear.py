@@ -1,0 +1,121 @@
+"""This module puts `polyattn.linear_attention` under models that compute gated delta rules, in training and generation.
+
+Models call functions of their module by name, so that a name is given another function: in modules that are loaded when
+something is installed, and in that of a model that is built later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.linear import linear_attention
+from ...errors import InvalidInputError, UnsupportedRequestError
+from ...semantics.linear_conv import causal_conv
+from ..common.patching import Patches
+from .recurrent import RULES
+
+__all__ = ["reach", "reach_all"]
+
+CONVOLUTION = "causal_conv1d_fn"
+
+
+def reach_all(patches: Patches) -> None:
+    """Reach every module of transformers' models that is loaded."""
+    for name in sorted(sys.modules):
+        if name.startswith("transformers.models."):
+            reach(sys.modules[name], patches)
+
+
+def reach(module: Any, patches: Patches) -> None:
+    """Put polyattn's functions under the names of a module that has such rules. A second call does nothing."""
+    found = [name for name in RULES if hasattr(module, name)]
+    if not found or getattr(getattr(module, found[0]), "polyattn", False):
+        return
+    for name in found:
+        patches.attribute(module, name, _rule(RULES[name]))
+    if hasattr(module, CONVOLUTION):
+        patches.attribute(module, CONVOLUTION, _convolution(getattr(module, CONVOLUTION)))
+
+
+def _rule(method: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As transformers' functions of this name. What else a layer is told is about softmax."""
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        out, last = linear_attention(
+            query,
+            key,
+            value,
+            gate=g,
+            beta=beta,
+            method=method,
+            state=None if initial_state is None else initial_state.to(wide),
+            cu_seqlens=_starts(cu_seq_lens_q if cu_seqlens is None else cu_seqlens, seq_idx),
+            qk_norm=use_qk_l2norm_in_kernel,
+        )
+        return out, last if output_final_state else None
+
+    rule.polyattn = True  # type: ignore[attr-defined]
+    return rule
+
+
+def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """transformers' own convolution, but of packed sequences: without a package that it looks for it has none."""
+
+    def convolution(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        starts = _starts(cu_seq_lens_q, seq_idx)
+        if starts is None:
+            return original(hidden_states, weight, bias, activation=activation, **more)
+        if activation not in ("silu", "swish"):
+            reason = f"a convolution of packed sequences with activation {activation!r}: silu is computed"
+            raise UnsupportedRequestError(f"{reason}. Give the sequences in rows of their own", {"polyattn": [reason]})
+        tokens = hidden_states.shape[2]
+        if hidden_states.shape[0] != 1 or int(starts[-1]) != tokens:
+            raise InvalidInputError(
+                f"packed sequences of {int(starts[-1])} tokens reached a convolution over {hidden_states.shape[0]} "
+                f"row(s) of {tokens}; pack them into one row, and give use_cache=False"
+            )
+        return causal_conv(hidden_states.mT, weight, bias, cu_seqlens=starts)[0].mT
+
+    return convolution
+
+
+def _starts(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """Return where packed sequences begin, int32 [N+1]; None where there is one in each row."""
+    if cu_seqlens is not None:
+        return cu_seqlens.to(torch.int32)
+    if seq_idx is None:
+        return None
+    if seq_idx.ndim != 2 or seq_idx.shape[0] != 1:
+        raise InvalidInputError(
+            f"seq_idx has the shape {tuple(seq_idx.shape)}; [1, S] is needed: pack all sequences into one row"
+        )
+    edges = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero().flatten() + 1
+    ends = edges.new_tensor([0]), edges, edges.new_tensor([seq_idx.shape[1]])
+    return torch.cat(ends).to(torch.int32)

@@ -1,0 +1,51 @@
+"""This module calls a layer of dual chunk attention: three calls over the pages of a step, merged by their LSE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from ...semantics.merge_lse import merge
+from .layer_calls import LayerCall
+
+__all__ = ["ChunkCalls"]
+
+
+class ChunkCalls:
+    """A layer's call in three parts (`dual_chunk.PARTS`); a part without keys in any row of the step is left out.
+
+    Args:
+        calls: of each part; the first writes the new keys and values.
+    """
+
+    __slots__ = ("_calls", "by", "layer")
+
+    def __init__(self, calls: Sequence[LayerCall]) -> None:
+        self.layer, self._calls = calls[0].layer, calls
+        self.by = " and ".join(dict.fromkeys(call.by for call in calls))
+
+    def __call__(self, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
+        """q: [T_q, 3, H_q, D], one for each part."""
+        if q.ndim != 4 or q.shape[1] != len(self._calls):
+            self._refuse(
+                f"a query {list(q.shape)}; one for each of its parts is needed, [T_q, 3, H_q, D], as "
+                "DualChunk.turns says"
+            )
+        if k is not None and not save:
+            self._refuse("save_kv_cache=False with new keys; its parts are attended from the cache")
+        own: Any = self._calls[0](q[:, 0], k, v, save)
+        found = [own]
+        for n, call in enumerate(self._calls):
+            if n and not call.step.empty:
+                part: Any = call(q[:, n], None, None, False)
+                found.append(part)
+        if len(found) == 1:
+            out: Tensor = own[0]
+            return out
+        return merge([out for out, _ in found], [lse for _, lse in found], layout="THD")[0]
+
+    def _refuse(self, what: str) -> None:
+        raise InvalidInputError(f"attention layer {self.layer.layer_id} (dual chunk) is given {what}")

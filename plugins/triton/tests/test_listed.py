@@ -1,0 +1,54 @@
+"""Listed-token latent attention under Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyattn.contract import PagedTables
+from polyattn.semantics import reference
+from polyattn.semantics.kv_quant import mla_pack_fp8
+from polyattn_triton.kernels import listed
+
+PAGE, LENS, NEW = 16, (70, 5, 0), (3, 1, 1)
+
+
+def lists(topk: int, generator: torch.Generator) -> torch.Tensor:
+    rows = []
+    for keys, new in zip(LENS, NEW, strict=True):
+        for n in range(new):
+            seen = max(keys - new + n + 1, 0)
+            some = torch.randperm(seen, generator=generator)[:topk].tolist()
+            rows.append([-1] * (topk - len(some)) + some)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("heads", "width", "d_c", "fp8", "dtype"),
+    [(5, 40, 24, False, torch.float32), (20, 576, 512, True, torch.bfloat16), (2, 64, 64, False, torch.float16)],
+)
+def test_listed_tokens(heads: int, width: int, d_c: int, fp8: bool, dtype: torch.dtype, parts: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(5, heads, width, generator=generator).to(dtype)
+    cache = torch.randn(8, PAGE, width, generator=generator).to(dtype)
+    cache[6:] = float("nan")  # nobody's
+    cache = mla_pack_fp8(cache) if fp8 else cache
+    table = torch.tensor([[3, 0, 5, 1, 4], [2, 0, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.int32)
+    lens, starts = torch.tensor(LENS, dtype=torch.int32), torch.tensor([0, 3, 4, 5], dtype=torch.int32)
+    tables, indices = PagedTables(table, lens, starts, 3, 70), lists(66, generator)
+    wanted, wanted_lse = reference.mla_attention(
+        query.double(), cache if fp8 else cache.double(), page_table=table, seq_lens=lens, cu_seqlens_q=starts,
+        scale=0.1, v_head_dim=d_c, token_indices=indices, return_lse=True,
+    )  # fmt: skip
+    out, lse = torch.empty(5, heads, d_c, dtype=dtype), torch.empty(5, heads)
+    listed.attend(query, cache, indices, tables=tables, scale=0.1, out=out, lse=lse, parts=parts)
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=limit, atol=limit)
+
+
+def test_parts_fill_a_chip() -> None:
+    device = torch.device("cpu")
+    assert listed.parts_for(device, 0, 128, 2048) == listed.parts_for(device, 10**6, 128, 2048) == 1
+    assert listed.parts_for(device, 1, 16, 2048) <= 2048 // listed.LEAST

@@ -1,0 +1,138 @@
+"""Models with linear attention under `install()`: what they compute, packed rows, training and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn.errors import InvalidInputError, UnsupportedRequestError
+from polyattn.integrations import transformers as pt
+from polyattn.integrations.transformers import linear
+
+from ..serving.models import HYBRID, prompt
+
+LENGTHS = (5, 1, 9)
+
+
+@pytest.fixture
+def _installed() -> Iterator[None]:
+    pt.install()
+    yield
+    pt.uninstall()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call of `polyattn.linear_attention` had."""
+    seen: list[int] = []
+    original = linear.linear_attention
+
+    def counted(query: Tensor, *args: Any, **more: Any) -> Any:
+        seen.append(query.shape[1])
+        return original(query, *args, **more)
+
+    monkeypatch.setattr(linear, "linear_attention", counted)
+    return seen
+
+
+def rows() -> Tensor:
+    return torch.tensor([prompt(sum(LENGTHS), 1)])
+
+
+def packed(words: str) -> dict[str, Any]:
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    number = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None].int()
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 9, "max_length_k": 9}
+    return {"position_ids": positions, **({"seq_idx": number} if words == "seq_idx" else lengths)}
+
+
+def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    found: Tensor = model(ids, use_cache=False, **more).logits
+    return found
+
+
+@pytest.mark.parametrize("shape", list(HYBRID))
+@pytest.mark.parametrize("name", ["eager", "polyattn"])
+def test_logits_and_gradients_are_those_of_transformers(shape: str, name: str, calls: list[int]) -> None:
+    model = HYBRID[shape]()
+    right = logits(model, rows())
+    right.square().mean().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    pt.install()
+    try:
+        model.set_attn_implementation(name)
+        found = logits(model, rows())
+        assert calls == [sum(LENGTHS)]
+        found.square().mean().backward()
+    finally:
+        model.set_attn_implementation("eager")
+        pt.uninstall()
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    for n, parameter in model.named_parameters():
+        if n in expected:
+            torch.testing.assert_close(parameter.grad, expected[n], rtol=2e-3, atol=2e-4, msg=n)
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("shape", list(HYBRID))
+@pytest.mark.parametrize("words", ["cu_seq_lens", "seq_idx"])
+def test_packed_rows_are_kept_apart(shape: str, words: str) -> None:
+    """transformers needs two packages for that, and raises without them, or mixes them."""
+    model = HYBRID[shape](attn_implementation="polyattn")
+    found = logits(model, rows(), **packed(words))
+    alone = [logits(model, part) for part in rows().split(LENGTHS, 1)]
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+    found.sum().backward()
+
+
+@pytest.mark.parametrize("shape", list(HYBRID))
+def test_generation_says_the_same(shape: str, calls: list[int]) -> None:
+    model, ids = HYBRID[shape](), torch.tensor([prompt(21, 2)])
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    right = model.generate(ids, **options)
+    pt.install()
+    try:
+        model.set_attn_implementation("polyattn")
+        found = model.generate(ids, **options)
+    finally:
+        pt.uninstall()
+    assert torch.equal(found, right)
+    assert calls == [21, *[1] * 7]
+
+
+def test_a_model_whose_code_is_loaded_later_is_reached_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    own = module.torch_chunk_gated_delta_rule
+    monkeypatch.delitem(__import__("sys").modules, module.__name__)
+    pt.install()
+    assert module.torch_chunk_gated_delta_rule is own
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    HYBRID["qwen3_next"]()
+    reached = module.torch_chunk_gated_delta_rule
+    assert reached is not own
+    HYBRID["qwen3_next"]()
+    assert module.torch_chunk_gated_delta_rule is reached
+    pt.uninstall()
+    assert module.torch_chunk_gated_delta_rule is own
+
+
+@pytest.mark.usefixtures("_installed")
+def test_packed_rows_that_cannot_be_kept_apart_are_refused() -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    model = HYBRID["qwen3_next"](attn_implementation="polyattn")
+    with pytest.raises(InvalidInputError, match="pack them into one row, and give use_cache=False"):
+        logits(model, rows().expand(2, -1), **packed("cu_seq_lens"))
+    twice = {**packed("seq_idx"), "seq_idx": packed("seq_idx")["seq_idx"].expand(2, -1)}
+    with pytest.raises(InvalidInputError, match=r"\[1, S\] is needed"):
+        logits(model, rows().expand(2, -1), **twice)
+    x, starts = torch.randn(1, 4, 3), torch.tensor([0, 3])
+    with pytest.raises(UnsupportedRequestError, match="activation 'gelu': silu is computed"):
+        module.causal_conv1d_fn(x, torch.randn(4, 4), activation="gelu", cu_seq_lens_q=starts)
