@@ -280,8 +280,9 @@ class MLAForward(Protocol):
         """
         Args:
             query: [T_q, H_q, D_c + D_r] (absorbed nope part, then rope part).
-            cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows (kv_dtype fp8_e4m3,
-                kv_scales block128).
+            cache: [pages, page_size, D_c + D_r], in float8 where kv_dtype is fp8_e4m3 or fp8_e5m2 without kv_scales;
+                uint8 [pages, page_size, 656] for fp8_e4m3 with kv_scales block128, uint8 [pages, page_size, D/2 +
+                D/16] for fp4_e2m1 with block16 (`polyattn.semantics.kv_quant.LATENT_FORMATS`).
             tables, attn_mask, kv_parts: as `PagedForward`.
             token_indices: int32 [T_q, request.token_topk], for rows that declare `token_topk`: the positions, in its
                 own sequence, of the tokens that each query sees, in any order and none twice; -1 = none. Each is one
@@ -424,7 +425,7 @@ class Method(Protocol):
     that autograd goes through. The place is checked before: grid and text add up to S. What it may have beside these
     functions: `density(plan, place)` (docs/methods.md); `reads`, the names of tensors of the place that it knows, by
     which a slip of a name is found; `own_kernels`, what a run is told of kernels that it launches itself: names, or a
-    function of the `Like` and of whether gradients are wanted, which returns them.
+    function of the place, the `Like` and whether gradients are wanted, which returns them.
     """
 
     def leaves_dense(self, place: Place) -> str:

@@ -142,7 +142,7 @@ class _Attend:
                 self._kernels.clear()
             found = self.calls(query, key, value, place)
             own = () if why else getattr(self._method, "own_kernels", ())
-            own = own(like, any(grads)) if callable(own) else own
+            own = own(place, like, any(grads)) if callable(own) else own
             kernels = self._kernels[alike] = (*own, *(f"{one.request.family}: {one.id}" for one in found))
         said = None if why else getattr(self._method, "density", None)
         density = None if said is None else said(self._plan(_Shared(place), like), place)

@@ -388,6 +388,11 @@ class AttentionBackend:
         return on_device(self._batch.positions(), self.pool.device)
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """What `plan` gave for the planned step: in a recorded one, tensors that no replay moves."""
+        return tuple(step for slot, _ in self._planned for step in slot.steps)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of workspaces."""
         return self._workspaces.nbytes
