@@ -26,7 +26,7 @@ def test_nothing_is_configured(run: Run) -> None:
 def test_settings_and_their_sources(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "polyattn.toml"
     file.write_text(
-        'attention-backend = "flex_attention"\npage-size = 64\n[component-attention-backends]\nvae = "dsa"\n'
+        'attention-backend = "flex_attention"\npage-size = 64\n[component-attention-backends]\nvae = "torch_spda"\n'
     )
     monkeypatch.setenv("POLYATTN_ATTENTION_BACKEND", "torch_sdpa")
     words = (*CHECK, "--file", str(file), "--component-attention-backends", "text_encoder=flex_attention", "--json")
@@ -35,12 +35,12 @@ def test_settings_and_their_sources(run: Run, monkeypatch: pytest.MonkeyPatch, t
     assert found == {
         "attention_backend": ("torch_sdpa", "environment POLYATTN_ATTENTION_BACKEND"),
         "page_size": (64, f"config file {file}"),
-        "component_attention_backends.vae": ("dsa", f"config file {file}"),
+        "component_attention_backends.vae": ("torch_spda", f"config file {file}"),
         "component_attention_backends.text_encoder": ("flex_attention", "command line"),
     }
-    assert shown.code == 4  # it is only planned
+    assert shown.code == 4  # there is none of that name
     assert [problem.partition(" (")[0] for problem in shown.data["problems"]] == [
-        "component_attention_backends.vae='dsa'"
+        "component_attention_backends.vae='torch_spda'"
     ]
 
 
@@ -59,7 +59,6 @@ def test_options_of_backends(run: Run) -> None:
     ("words", "problem"),
     [
         (("--attention-backend", "torch_spda"), "is not a known backend. Did you mean 'torch_sdpa'"),
-        (("--decode-attention-backend", "dsa"), "is planned"),
         (("--component-attention-backends", "vae=torch_spda"), "component_attention_backends.vae='torch_spda'"),
         (
             ("--attention-backend", "flex_attention", "--attention-backend-config", "compil=never"),

@@ -361,7 +361,6 @@ def test_torch_is_loaded_when_something_is_run() -> None:
     "words, code, message",
     [
         (("torch_spda",), 4, "no backend is named 'torch_spda'. Did you mean 'torch_sdpa'"),
-        (("dsa",), 4, "dsa@cpu: planned, its adapter is not part of this version"),
         (("intel_amx",), 4, "intel_amx@cpu is unavailable: sgl-kernel-cpu is not installed"),
         (("torch_sdpa", "--device", "banana"), 2, "--device banana: torch has no such device here: it has cpu"),
         (("torch_sdpa", "--device", "meta"), 2, "--device meta: torch has no such device here: it has cpu"),

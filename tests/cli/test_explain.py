@@ -329,7 +329,6 @@ def test_every_word_for_a_dtype_is_a_request_dtype() -> None:
         ),
         ({"role": "crss"}, "--role 'crss' is not known. Did you mean 'cross'? Allowed: self, cross"),
         ({"method": "kda"}, "--method kda is a method of linear: add --family linear"),
-        ({"method": "dsa", "phase": "decode"}, "--method dsa is a method of mla: add --family mla"),
         ({"method": "dual_chunk"}, "--method dual_chunk is a method of paged: add --family paged"),
         ({"method": "gdn", "family": "dense"}, "--method gdn is a method of linear, not of dense: use --family linear"),
         ({"method": "gdn", "mla": True}, "--method gdn is a method of linear, not of mla: use --family linear"),
@@ -423,12 +422,12 @@ def test_the_flags_reach_the_request(run: Run) -> None:
 def test_the_serving_flags_reach_the_request(run: Run) -> None:
     words = (
         "--mla --phase extend --page-size 32 --kv-dtype fp8_e4m3 --kv-scales tensor --save-kv-cache --chunked-prefix "
-        "--multimodal --graph-capture session --method dsa --assume-platform cuda:sm90"
+        "--multimodal --graph-capture session --token-topk 64 --assume-platform cuda:sm90"
     )
     found = run("explain", *shlex.split(words), "--json")
     assert found.code == 3
     message = found.data["error"]["message"]
-    for word in ("page_size=32", "kv_scales=tensor", "save_kv_cache", "chunked_prefix", "multimodal", "method=dsa"):
+    for word in ("page_size=32", "kv_scales=tensor", "save_kv_cache", "chunked_prefix", "multimodal", "token_topk=64"):
         assert word in message
     assert "graph_capture" in message
 

@@ -60,7 +60,6 @@ HOPPER = ("--assume-platform", "cuda:sm90")
         (("explain", "--dtype", "fp8_e4m3"), 3, "UnsupportedRequestError", "no backend can serve this call"),
         (("explain", "--attention-backend", "torch_spda"), 4, "BackendUnavailableError", "Did you mean 'torch_sdpa'"),
         (("explain", "--attention-backend", "flashinfer"), 4, "BackendUnavailableError", "has no backend on cpu"),
-        (("explain", "--attention-backend", "dsa"), 4, "BackendUnavailableError", "planned"),
         (("list", "--platform", "cudaa"), 4, "BackendUnavailableError", "Did you mean 'cuda'"),
     ],
 )

@@ -204,11 +204,11 @@ def test_trees_are_for_who_serves_every_phase_of_them(
 
 def test_a_cache_that_no_rewrite_is_for_is_no_cell(support: Support) -> None:
     request = AttentionRequest(
-        **{"family": "mla", **LATENT, "phase": "decode", "s_relation": "one", "page_size": 64, "kv_dtype": "fp4_e2m1"}
+        **{"family": "mla", **LATENT, "phase": "decode", "s_relation": "one", "page_size": 64, "kv_dtype": "int8"}
     )
-    with pytest.raises(NotImplementedError, match="kv_dtype='fp4_e2m1' is not fp8_e4m3"):
+    with pytest.raises(NotImplementedError, match="kv_dtype='int8' is not fp8_e4m3"):
         what_if(request, platform="cuda:sm90", installed=("sgl-flash-mla",), backend="flashmla")
-    assert cell(support, "serving_mla", "flashmla", "cuda", "FP4 KV") == "no"
+    assert cell(support, "serving_mla", "flashmla", "cuda", "FP4 KV") == "lowered: dequantise_kv"
 
 
 def test_planned_is_said_per_family(support: Support) -> None:
@@ -217,7 +217,7 @@ def test_planned_is_said_per_family(support: Support) -> None:
     served = {row.name: row.planned for row in mha.rows}
     assert served["reference"] is False
     assert served["flashinfer"] is False
-    assert served["dual_chunk_flash_attn"] is True
+    assert served["dual_chunk_flash_attn"] is False
     assert {row.name: row.planned for row in dense.rows}["torch_sdpa"] is False
 
 
@@ -231,7 +231,7 @@ def test_json_has_all_of_it(run: Run) -> None:
     shown = run("matrix", "--json")
     assert (shown.code, shown.err) == (0, "")
     assert shown.data == run("matrix", "--format", "json").data
-    assert shown.data["cells"]["dsa"]["rocm"] == {"adapter": "planned", "evidence": "declared"}
+    assert shown.data["cells"]["dsa"]["rocm"] == {"adapter": "available", "evidence": "declared"}
     assert shown.data["cells"]["torch_sdpa"]["cpu"]["adapter"] == "available"
     assert set(shown.data["limits"]) == {"dense", "packed", "serving_mha", "serving_mla", "linear"}
     rows = shown.data["limits"]["serving_mha"]["rows"]

@@ -18,10 +18,9 @@ import transformers
 from polyattn.cli import serve_plan
 
 from .conftest import Run
-from .launch_commands import LONG, MANY_DEVICES, ONE_DEVICE, here
+from .launch_commands import MANY_DEVICES, ONE_DEVICE, here
 
 INSTALLED = "sgl-kernel,flashinfer-python,triton,flash-attn-4,torch_npu,wave-lang,sglang"
-DUAL_CHUNK = f"--model {LONG} --attention-backend dual_chunk_flash_attn"
 
 
 def asked_for(words: list[str], phase: str) -> str | None:
@@ -34,7 +33,7 @@ def machine(platform: str) -> tuple[str, ...]:
     return ("--assume-platform", platform, "--assume-installed", INSTALLED, "--dry-run", "--json")
 
 
-@pytest.mark.parametrize("command, platform", [pair for pair in ONE_DEVICE.items() if pair[0] != DUAL_CHUNK])
+@pytest.mark.parametrize("command, platform", ONE_DEVICE.items())
 def test_launch_commands_for_one_device_say_who_would_serve(
     run: Run, tmp_path: Path, command: str, platform: str
 ) -> None:
@@ -49,17 +48,12 @@ def test_launch_commands_for_one_device_say_who_would_serve(
     done = run("serve", *words, "--dry-run")
     backend = asked_for(words, "decode")
     if done.code == 0:
-        assert backend in ("torch_native", "flex_attention", "triton")  # the last one with its interpreter
+        # The last two with Triton's interpreter.
+        assert backend in ("torch_native", "flex_attention", "triton", "dual_chunk_flash_attn")
         assert f"decode by {backend} on cpu" in done.out
     else:
         assert done.code in (3, 4)
         assert f"--decode-attention-backend {backend}" in " ".join(done.err.split())
-
-
-def test_a_launch_command_of_a_method_that_pages_do_not_have_is_refused(run: Run, tmp_path: Path) -> None:
-    done = run("serve", *here(DUAL_CHUNK, tmp_path), *machine("cuda:sm90"))
-    assert (done.code, done.data["error"]["type"]) == (3, "UnsupportedRequestError")
-    assert "dual_chunk_flash_attn" in done.data["error"]["message"]
 
 
 @pytest.mark.parametrize("command", MANY_DEVICES)
@@ -125,6 +119,7 @@ def test_vllm_gets_its_own_words(run: Run) -> None:
         (("--json",), 2, "add --dry-run"),
         (("--mem-fraction-static", "1.5"), 2, "give a share between 0 and 1"),
         (("--context-length", "0"), 2, "--context-length 0: give 1 or more"),
+        (("--max-queued-requests", "-1"), 2, "--max-queued-requests -1: give 0 or more"),
         (("--speculative-num-steps", "2"), 2, "give --speculative-draft-model-path too"),
         (("--attention-backend", "fa33"), 4, "fa3"),
     ],

@@ -145,6 +145,7 @@ OFF = {
     "kv_parts": 1,
     "spec_topk": 1,
     "chunked_prefix": True,
+    "token_topk": 8,
     "method": "sta",
     "block_map": True,
     "block_sizes": True,

@@ -694,7 +694,7 @@ PAGED: list[Case] = [
     (
         "mla dtypes",
         lambda: latent(cache=torch.zeros(2, 4, 12, dtype=torch.uint8)),
-        "query is torch.float32, cache torch.uint8; one dtype is needed .*mla_unpack_fp8",
+        r"query is torch.float32, cache torch.uint8 \[2, 4, 12\]; one dtype is needed, .*kv_quant",
     ),
     (
         "mla rows",

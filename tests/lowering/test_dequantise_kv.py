@@ -110,7 +110,7 @@ def test_it_says_what_it_does():
 
 
 def test_what_it_does_not_offer():
-    assert families_of("dequantise_kv", kv_dtype="fp8_e4m3") == {"paged"}
+    assert families_of("dequantise_kv", kv_dtype="fp8_e4m3") == {"paged", "mla"}
     assert offers(
         "dequantise_kv", cached("mla", kv_dtype="fp8_e4m3", kv_scales="block128", head_dim=576, v_head_dim=512)
     )

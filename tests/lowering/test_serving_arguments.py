@@ -188,15 +188,26 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "latent dtypes": (
         lambda: latent(cache=torch.zeros(6, 4, 24, dtype=torch.uint8)),
         (
-            r"query is torch.float32, cache torch.uint8; one dtype is needed \(FP8 rows are uint8 \[pages, page_size, "
-            r"656\], as polyattn.semantics.reference.mla_unpack_fp8 reads them\)"
+            r"query is torch.float32, cache torch.uint8 \[6, 4, 24\]; one dtype is needed, or rows of a format of "
+            r"polyattn.semantics.kv_quant: uint8 \[pages, page_size, 656\], float8_e4m3fn \[pages, page_size, 24\]"
         ),
+    ),
+    "latent lists": (
+        lambda: latent(token_indices=torch.zeros(3, 0, dtype=torch.int32)),
+        r"token_indices is \(3, 0\) on cpu; \[3, topk\]",
+    ),
+    "latent lists, a token that is not there": (
+        lambda: latent(token_indices=torch.full((3, 1), 99, dtype=torch.int32)),
+        r"token_indices\[0\]: 99 is not -1, nor a token that it sees",
     ),
     "fp8 rows of another width": (
         lambda: fp8_rows(query=torch.ones(3, 4, 512)),
-        r"query rows have 512 numbers and v_head_dim is 512; FP8 rows hold 576, the first 512 of them the value",
+        r"query 512 numbers and v_head_dim is 512; rows of fp8_e4m3 with scales by block128 hold 576, the first",
     ),
-    "fp8 rows, v_head_dim": (lambda: fp8_rows(v_head_dim=128), r"v_head_dim is 128; FP8 rows hold 576, the first 512"),
+    "fp8 rows, v_head_dim": (
+        lambda: fp8_rows(v_head_dim=128),
+        r"v_head_dim is 128; rows of fp8_e4m3 with scales by block128 hold 576",
+    ),
     "latent rows": (
         lambda: latent(v_head_dim=25),
         r"query rows have 24 numbers, cache rows 24, v_head_dim is 25; rows must be equal and v_head_dim",

@@ -188,6 +188,18 @@ def test_float32_is_given_strides_of_whole_16_bytes_along_axes_of_one(grad: tupl
     assert torch.equal(out, v)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("grad", [(), QKV])
+def test_a_query_that_sees_the_first_key_alone_is_given_no_other(dtype: str, grad: tuple[str, ...], spy: Spy) -> None:
+    run(1, 6, dtype=dtype, grad=grad, causal="top_left")
+    query, key, value = spy.given
+    assert (query.shape[2], key.shape[2], value.shape[2]) == (1, 1, 1)
+    run(1, 6, dtype=dtype, grad=grad)
+    assert spy.given[1].shape[2] == 6
+    run(3, 6, dtype=dtype, grad=grad, causal="top_left")
+    assert spy.given[1].shape[2] == 6
+
+
 def test_entries_that_share_a_place_keep_their_own_gradients_in_float32(spy: Spy) -> None:
     """The gradient of `as_strided` is the mean over the entries of a place."""
     request = AttentionRequest(

@@ -423,8 +423,7 @@ def test_positions_that_are_not_known_are_refused(model, said):
 @pytest.mark.parametrize(
     "kind, changes, said",
     [
-        # Sparse attention, a factor on the latents, a gate: models that have DeepSeek's parts and do more with them.
-        ("deepseek_v32", {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}, "it also has indexer"),
+        # A factor on the latents, a gate: models that have DeepSeek's parts and do more with them.
         ("longcat_flash", {"head_dim": 4, "num_layers": 1}, "is not what its parts make"),
     ],
 )

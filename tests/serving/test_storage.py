@@ -13,6 +13,7 @@ from polyattn.serving.layer import AttentionLayer
 LLAMA = AttentionLayer(0, 32, 8, 128)
 WIDE = AttentionLayer(1, 32, 8, 192, v_head_dim=128)
 MLA = AttentionLayer(2, 16, 1, 576, v_head_dim=512, scale=192**-0.5, latent=True)
+NARROW = AttentionLayer(5, 4, 1, 48, v_head_dim=32, scale=0.2, latent=True)
 
 
 def token_bytes(layer: AttentionLayer, dtype: str, scales: str = "") -> int:
@@ -33,11 +34,14 @@ def test_bytes_of_a_token(layer):
 def test_bytes_of_a_latent_row():
     assert token_bytes(MLA, "auto") == 1152
     assert token_bytes(MLA, "fp8_e4m3") == 656
+    assert token_bytes(MLA, "fp8_e4m3", "tensor") == token_bytes(MLA, "fp8_e5m2") == 576
+    assert token_bytes(MLA, "fp4_e2m1") == 288 + 36
+    assert token_bytes(NARROW, "fp8_e4m3") == 48
 
 
 def test_latent_rows_beside_others_have_their_own_scales():
     config = KVCacheConfig("fp8_e4m3", scales="head")
-    with pytest.raises(ConfigError, match=r"layer 2: latent rows in fp8_e4m3 hold scales by block128, not by head"):
+    with pytest.raises(ConfigError, match=r"layer 2: latent rows .* in fp8_e4m3 have no scales by head"):
         formats(MLA, config, torch.bfloat16)
     assert [f.scales for f in formats(LLAMA, config, torch.bfloat16)] == ["head", "head"]
     for scales in ("", "block128"):
@@ -87,13 +91,26 @@ def test_what_no_cache_has_is_refused(given, message):
             {"dtype": "fp4_e2m1"},
             r"layer 3: head dim 72 is no multiple of 16.*keep the cache in fp8_e4m3",
         ),
-        (MLA, {"dtype": "fp8_e5m2"}, r"layer 2: no format of latent rows in fp8_e5m2 is defined; take fp8_e4m3"),
-        (MLA, {"dtype": "fp4_e2m1"}, r"layer 2: no format of latent rows in fp4_e2m1 is defined"),
+        (
+            MLA,
+            {"dtype": "int8"},
+            r"layer 2: no format of latent rows in int8 is defined; take one of fp8_e4m3, fp8_e5m2",
+        ),
+        (
+            MLA,
+            {"dtype": "fp4_e2m1", "scales": "tensor"},
+            r"formats of fp4_e2m1: block16, widths that are multiples of 16",
+        ),
         (MLA, {"dtype": "bf16", "scales": "tensor"}, r"layer 2: latent rows in bfloat16 have no scales"),
         (
             AttentionLayer(4, 4, 1, 40, v_head_dim=32, scale=0.2, latent=True),
-            {"dtype": "fp8_e4m3"},
-            r"layer 4: latent rows of \(D_c \+ D_r, D_c\) = \(40, 32\); FP8 rows are defined for \(576, 512\)",
+            {"dtype": "fp8_e4m3", "scales": "block128"},
+            r"\(D_c \+ D_r, D_c\) = \(40, 32\) in fp8_e4m3 .*: block128, \(576, 512\) only; tensor \(one scale of 1",
+        ),
+        (
+            AttentionLayer(4, 4, 1, 40, v_head_dim=32, scale=0.2, latent=True),
+            {"dtype": "fp4_e2m1"},
+            r"= \(40, 32\) in fp4_e2m1 have no scales by block16; .* or keep this model's cache in its own dtype",
         ),
     ],
 )

@@ -38,8 +38,8 @@ SHARED_MEMORY = {
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
-    (chunks of few keys, and of many), extend, decode or latent, whose dims are (D_c, D_r) and whose rows are of 656
-    bytes with kv_dtype fp8_e4m3.
+    (chunks of few keys, and of many), extend, decode, gdn and kda (chunks forward and backward; H_q heads of values) or
+    latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -312,6 +312,21 @@ def _chosen(problem: Problem) -> None:
     chunks.choose(query, means, own, 2, None)
 
 
+def _linear(problem: Problem) -> None:
+    from polyattn_triton.kernels import delta_chunks, delta_gradients
+
+    (H_v, H), (D, D_v), T = problem.heads, problem.dims, problem.queries
+    query, key = (_tensor(problem, 2, T, H, D) for _ in range(2))
+    value, beta = _tensor(problem, 2, T, H_v, D_v), _tensor(problem, 2, T, H_v)
+    gate, state = torch.empty(2, T, H_v, *((D,) if problem.call == "kda" else ())), torch.empty(2, H_v, D, D_v)
+    made = delta_chunks.prepare(query, key, gate, beta, scale=0.1, chunk=delta_chunks.chunk_of(query))
+    given = {"scale": 0.1, "turned": False}
+    delta_chunks.through(
+        query, key, value, state, made, out=torch.empty_like(value), last=torch.empty_like(state), **given
+    )
+    delta_gradients.gradients(value, state, query, key, value, gate, beta, state, made, **given)
+
+
 @functools.cache
 def _disassembler() -> str:
     import triton
@@ -395,6 +410,7 @@ def _no_further() -> None:
 
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
+_CALLS |= {"gdn": _linear, "kda": _linear}
 
 
 def call(problem: Problem) -> None:

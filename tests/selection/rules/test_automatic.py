@@ -203,7 +203,10 @@ def test_musa_takes_sage_when_asked() -> None:
 
 
 def test_planned_choices_are_marked() -> None:
-    selection = what_if(AttentionRequest(**{**MLA, "method": "dsa"}), platform="cuda:sm90")
+    fields = {**MLA, "phase": "decode", "s_relation": "one", "kv_dtype": "fp8_e4m3", "page_size": 64}
+    selection = what_if(
+        AttentionRequest(**fields), platform="cuda:sm100", installed=("flashinfer-python",), backend="tokenspeed_mla"
+    )
     assert selection.planned
     assert selection.evidence == "declared"
     selection = what_if(AttentionRequest(**MHA), platform="cuda:sm90", installed=(FA3,))

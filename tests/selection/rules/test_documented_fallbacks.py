@@ -185,6 +185,7 @@ def test_the_list_of_fallbacks_is_complete() -> None:
     documented = {("fa", "torch_sdpa"), ("sage_attn", "fa"), ("intel_amx", "torch_native")}
     ruled = {(name, "fa") for name in sparse} | {(name, "") for name in ("window_video_attn", *sparse)}
     found = [(b.name, f) for b in get_manager().backends.values() for f in b.fallbacks]
-    assert {(name, f.to) for name, f in found if not f.rule} == documented
+    assert {(name, f.to) for name, f in found if not f.rule and not f.first} == documented
+    assert {(name, f.to) for name, f in found if f.first} == {("fa3", "fa3_fp8")}
     assert {(name, f.to) for name, f in found if f.rule} == ruled
     assert {p.name: p.fallback for p in get_manager().platforms.values() if p.fallback} == {"mps": "torch_sdpa"}

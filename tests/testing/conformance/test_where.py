@@ -64,7 +64,6 @@ def test_a_device_that_is_not_here_is_said(devices: set[str]) -> None:
         (("fa3@cpu",), r"there is no fa3@cpu\. fa3 is registered as: fa3@cuda \(cuda\)"),
         (("fa3", "cpu"), r"there is no fa3 on device cpu\. fa3 is registered as: fa3@cuda \(cuda\)"),
         (("torch_sdpa", "banana"), r"there is no torch_sdpa on device banana\. torch_sdpa is registered as: "),
-        (("dsa@cpu",), r"dsa@cpu: planned, its adapter is not part of this version: nothing can be run"),
         (("nsa",), r"nsa is another name of dsa: conformance is that of dsa"),
     ],
 )

@@ -41,6 +41,14 @@ CUDA = (
         conditions(family="dense", dtype="float32"),
         how="axes of one are given the strides of a dense tensor",
     ),
+    Defect(
+        "torch",
+        "its memory-efficient kernel takes the heads of one causal query for more queries where keys are expanded",
+        "torch 2.11 on an H100 and an H200: polyattn conform torch_native --dtypes float32 of a version before",
+        "mended",
+        conditions(family=("dense", "varlen"), causal="top_left", s_relation=("one", "fewer")),
+        how="such a query is given the first key alone, the only one that it sees",
+    ),
 )
 VARLEN = Defect(
     "torch",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract import AttentionRequest, Bound, PagedTables
-from ..semantics.reference import mla_unpack_fp8
+from ..semantics.kv_quant import mla_unpack
 
 __all__ = ["ListedLatent"]
 
@@ -50,7 +50,7 @@ def _forward(
         place = listed.clamp(min=0)
         page = page_table[row[some, None], place // request.page_size].long()
         rows = cache[page, place % request.page_size]
-        keys = (mla_unpack_fp8(rows) if rows.dtype == torch.uint8 else rows).to(wide)
+        keys = mla_unpack(rows).to(wide)
         none = (listed < 0)[:, None]
         # Free slots may hold anything.
         keys = keys.masked_fill(none.transpose(1, 2), 0.0)

@@ -182,7 +182,11 @@ STORED: dict[str, tuple[dict[str, Any], ...]] = {
         {"kv_dtype": ("fp8_e4m3", "fp8_e5m2", "int8"), "kv_scales": BY_NUMBERS},
         {"kv_dtype": "fp4_e2m1", "kv_scales": "block16"},
     ),
-    "mla": ({"kv_dtype": "fp8_e4m3", "kv_scales": "block128", "dims": ((576, 512),)},),
+    "mla": (
+        {"kv_dtype": "fp8_e4m3", "kv_scales": "block128", "dims": ((576, 512),)},
+        {"kv_dtype": ("fp8_e4m3", "fp8_e5m2"), "kv_scales": ""},
+        {"kv_dtype": "fp4_e2m1", "kv_scales": "block16"},
+    ),
 }
 """Quantised caches that `dequantise_kv` turns into one of the query's dtype."""
 
@@ -217,17 +221,15 @@ def _gathered_rows(platform: str, **more: Any) -> tuple[Row, ...]:
     )
 
 
-def _listed_row(platform: str) -> Row:
+def _listed_rows(platform: str) -> tuple[Row, ...]:
     """Latent attention to listed tokens, whose rows are gathered: nothing is read on the host."""
-    return row(
+    kernel: dict[str, Any] = dict(
         family="mla",
         token_topk=Range(1),
         dtype=("float64", *FLOAT) if platform in ("cpu", "cuda") else FLOAT,
         **{name: SHAPES[name] for name in ("head_dim", "v_head_dim", "group", "scale", "s_relation", "misaligned")},
         phase=("prefill", "extend", "decode", "verify"),
         causal=("none", "bottom_right"),
-        kv_dtype=("auto", "fp8_e4m3"),
-        kv_scales=("", "block128"),
         page_size=Range(1),
         spec_topk=Range(0, 1),
         lse=True,
@@ -235,6 +237,9 @@ def _listed_row(platform: str) -> Row:
         zero_size=True,
         large=platform in INDEXED,
     )
+    plain = row(kv_dtype="auto", **kernel)
+    stored = (row(**{**kernel, **how}) for how in STORED["mla"])
+    return (plain, *stored)
 
 
 def _flex_serving_rows(platform: str) -> tuple[Row, ...]:
@@ -355,6 +360,7 @@ def _reference_rows(platform: str) -> tuple[Row, ...]:
         row(
             family="mla",
             token_topk=Range(0),
+            kv_dtype=("auto", "fp8_e4m3", "fp8_e5m2"),
             **{k: v for k, v in paged.items() if k not in ("sinks", "alibi", "save_kv_cache")},
         ),
         row(
@@ -479,7 +485,7 @@ def _backends(platform: str) -> Iterable[BackendInfo]:
                 "polyattn.backends.paged_torch_native:PagedTorchNative",
                 TORCH,
             ),
-            Provider("torch-listed", (_listed_row(platform),), "polyattn.backends.listed_latent:ListedLatent", TORCH),
+            Provider("torch-listed", _listed_rows(platform), "polyattn.backends.listed_latent:ListedLatent", TORCH),
         ),
         summary="SDPA sequence by sequence; serving on gathered KV; linear attention in chunks",
         priority=30,

@@ -163,6 +163,15 @@ def _with_fit(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def _of_one_query(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel for a query that sees the first key alone, which is all that it is given (`defects.CUDA`)."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, flag: bool, **kw: Any) -> Tensor:
+        return kernel(query, key[:, :, :1], value[:, :, :1], mask, dropout, False, **kw)
+
+    return call
+
+
 def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
     """SDPA, around the faults that fused kernels have for a request (`defects.CUDA`), and what they do not derive."""
     if request.transform in ("gradgrad", "jvp"):
@@ -172,7 +181,9 @@ def _kernel(request: AttentionRequest) -> Callable[..., Tensor]:
     kernel: Callable[..., Tensor] = _sdpa
     if request.grad:
         kernel = _trained(_without_cudnn if request.dtype in ("float16", "bfloat16") else _sdpa)
-    return _with_fit(kernel) if request.dtype == "float32" and not request.transform else kernel
+    kernel = _with_fit(kernel) if request.dtype == "float32" and not request.transform else kernel
+    one = request.s_relation == "one" and position_kind(request) == "flag"
+    return _of_one_query(kernel) if one else kernel
 
 
 def _beyond(request: AttentionRequest) -> bool:

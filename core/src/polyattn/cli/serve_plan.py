@@ -107,6 +107,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
     """Return one attention layer of each kind that the model has, its dtype, and what was assumed."""
     import torch
 
+    from ..integrations.transformers.chunks import chunks_of
     from ..serving.layer import AttentionLayer
 
     try:
@@ -115,7 +116,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
         words = ", ".join(f"{name} {value}" for name, value in _USUAL.items())
         return [AttentionLayer(0, **_USUAL)], torch.bfloat16, f"{exc}. Assumed instead, in bfloat16: {words}"
     dtype = getattr(config, "dtype", None) or torch.bfloat16
-    heads = config.num_attention_heads
+    heads, chunks = config.num_attention_heads, chunks_of(config)
     if rank := getattr(config, "kv_lora_rank", 0):
         rope, plain = config.qk_rope_head_dim, config.qk_nope_head_dim
         scale = (rope + plain) ** -0.5
@@ -125,6 +126,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+        "dual_chunk": chunks,
     }
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -181,16 +183,12 @@ def _cache(settings: Settings, page_size: int) -> KVCacheConfig:
 
 def _requests(layer: AttentionLayer, cache: KVCacheConfig, dtype: Any, device: Any, asked: Asked) -> dict[Any, Any]:
     """Return what a layer asks for in each phase."""
-    from ..serving.attention.phases import layer_request
+    from ..serving.attention.choosing import layer_requests
     from ..serving.kv_cache.pool import KVPool
 
     # Of one page: what a layer's cache says of itself does not depend on its size.
-    small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device="cpu")
-    stored = small.cache(layer.layer_id).request_fields()
-    return {
-        phase: layer_request(layer, stored, phase=phase, dtype=dtype, device=device, topk=asked.topk)
-        for phase in asked.phases
-    }
+    small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device=device)
+    return {**layer_requests(layer, small.cache(layer.layer_id).request_fields(), small, asked, ())}
 
 
 def cache_for(runner: Any, settings: Settings, given: Mapping[str, Any]) -> KVCacheConfig:

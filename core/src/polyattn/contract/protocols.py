@@ -280,8 +280,9 @@ class MLAForward(Protocol):
         """
         Args:
             query: [T_q, H_q, D_c + D_r] (absorbed nope part, then rope part).
-            cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows (kv_dtype fp8_e4m3,
-                kv_scales block128).
+            cache: [pages, page_size, D_c + D_r], in float8 where kv_dtype is fp8_e4m3 or fp8_e5m2 without kv_scales;
+                uint8 [pages, page_size, 656] for fp8_e4m3 with kv_scales block128, uint8 [pages, page_size, D/2 +
+                D/16] for fp4_e2m1 with block16 (`polyattn.semantics.kv_quant.LATENT_FORMATS`).
             tables, attn_mask, kv_parts: as `PagedForward`.
             token_indices: int32 [T_q, request.token_topk], for rows that declare `token_topk`: the positions, in its
                 own sequence, of the tokens that each query sees, in any order and none twice; -1 = none. Each is one

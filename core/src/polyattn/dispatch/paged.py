@@ -284,7 +284,7 @@ def _mla_request(
     **steps: Any,
 ) -> AttentionRequest:
     """Check a latent call; what it asks for."""
-    validation.check_mla(query, cache, v_head_dim)
+    form = validation.check_mla(query, cache, v_head_dim)
     if static.scale is None:
         raise InvalidInputError(
             "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
@@ -294,7 +294,6 @@ def _mla_request(
     _check_rest(static, tables, query, {"cache": cache}, 1, v_head_dim, attn_mask, None, out, scales=None, **steps)
     listed = 0 if token_indices is None else validation.check_token_indices(query, token_indices, tables, static.causal)
     _no_grad(query, cache, attn_mask)
-    fp8 = cache.dtype == torch.uint8
     return _request(
         static,
         query,
@@ -302,8 +301,8 @@ def _mla_request(
         kv_heads=1,
         head_dim=query.shape[2],
         v_head_dim=int(v_head_dim),
-        kv_dtype="fp8_e4m3" if fp8 else "auto",
-        kv_scales="block128" if fp8 else "",
+        kv_dtype=form.kv_dtype if form else "auto",
+        kv_scales=form.kv_scales if form else "",
         page_size=cache.shape[1],
         large=max(query.numel(), cache.numel()) >= 2**31,
         misaligned=not aligned(query),
@@ -341,8 +340,8 @@ def mla_attention(
 
     Args:
         query: [T_q, H_q, D_c + D_r], the absorbed nope part, then the rope part.
-        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads; in FP8 uint8 [pages, page_size,
-            656], see `polyattn.semantics.reference.mla_unpack_fp8`.
+        cache: [pages, page_size, D_c + D_r], one latent row per token for all heads, or rows in one of the formats of
+            `polyattn.semantics.kv_quant.LATENT_FORMATS`, as `mla_pack` makes them.
         page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, attn_mask: as `paged_attention`.
         kv_parts, tree, chunked_prefix, chunk: as `paged_attention`.
         scale: of the uncompressed heads, never of the latent row (S2).

@@ -21,7 +21,9 @@ _SCALES = {
     ("paged", "fp8_e5m2"): _PER_NUMBER,
     ("paged", "int8"): _PER_NUMBER,
     ("paged", "fp4_e2m1"): ("block16",),
-    ("mla", "fp8_e4m3"): ("block128",),
+    ("mla", "fp8_e4m3"): ("block128", ""),
+    ("mla", "fp8_e5m2"): ("",),
+    ("mla", "fp4_e2m1"): ("block16",),
 }
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 _NARROWER = {"float32": ("bfloat16", "float16"), "float64": ("float32", "bfloat16", "float16")}
@@ -32,7 +34,7 @@ def _readable(request: AttentionRequest) -> bool:
     storage, family = request.kv_storage, request.family
     if request.dtype not in _FLOATS:
         return False
-    if family == "mla" and storage == "fp8_e4m3" and request.dims != (576, 512):
+    if family == "mla" and request.kv_scales == "block128" and request.dims != (576, 512):
         return False
     scales = _SCALES.get((family, storage), ())
     if storage == request.dtype:

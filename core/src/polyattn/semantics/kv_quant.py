@@ -6,18 +6,31 @@ A stored number times its scale is the real value. What is stored, by `Attention
 - fp4_e2m1: uint8, two numbers in a byte, the first in the low four bits (as torch's float4_e2m1fn_x2). One scale for
   each 16 numbers of a row, e4m3 or float32. A second scale for the whole tensor is the caller's to fold: that of the
   keys into the softmax scale, that of the values into the output;
-- latent rows (mla) in fp8_e4m3: uint8, 656 bytes a row; `mla_pack_fp8` makes them, `reference.mla_unpack_fp8` reads
-  them.
+- latent rows (mla): one of `LATENT_FORMATS`; `mla_pack` makes them, `mla_unpack` reads them.
 
 Nothing here waits for a device or copies from the host, so all of it can be recorded into a device graph.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-__all__ = ["FP4_BLOCK", "MLA_BYTES", "MLA_WIDTHS", "fp4_scales", "mla_pack_fp8", "real", "stored"]
+__all__ = [
+    *(
+        "FP4_BLOCK",
+        "LATENT_FORMATS",
+        "MLA_BYTES",
+        "MLA_WIDTHS",
+        "LatentFormat",
+        "fp4_scales",
+        "latent_format",
+        "mla_pack",
+    ),
+    *("mla_pack_fp8", "mla_unpack", "real", "stored"),
+]
 
 FP4_BLOCK = 16
 """Numbers of a row that share a scale."""
@@ -98,6 +111,75 @@ def fp4_scales(values: Tensor) -> Tensor:
     e4m3, at least its smallest number above zero."""
     largest = torch.unflatten(values.float(), -1, (-1, FP4_BLOCK)).abs().amax(-1)
     return (largest / _FP4_MAX).clamp(2.0**-9, _FP8_MAX).to(torch.float8_e4m3fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentFormat:
+    """How a cache keeps latent rows in fewer bits than the queries.
+
+    Attributes:
+        kv_dtype, kv_scales: the words of a request. dtype: of the cache tensor.
+        widths: (D_c + D_r, D_c) that it is defined for, None = any. multiple_of: of D_c + D_r.
+        error: relative L2 error of rows of normal numbers, at most.
+    """
+
+    kv_dtype: str
+    kv_scales: str
+    dtype: torch.dtype
+    error: float
+    widths: tuple[int, int] | None = None
+    multiple_of: int = 1
+
+    def entries(self, width: int) -> int:
+        """Entries of the last axis of the cache, for rows of `width` numbers."""
+        if self.kv_dtype == "fp4_e2m1":
+            return width // 2 + width // FP4_BLOCK
+        return MLA_BYTES if self.kv_scales else width
+
+    def takes(self, dims: tuple[int, int]) -> bool:
+        """Whether rows of (D_c + D_r, D_c) can be kept so."""
+        return (self.widths is None or dims == self.widths) and dims[0] % self.multiple_of == 0
+
+
+LATENT_FORMATS = (
+    LatentFormat("fp8_e4m3", "block128", torch.uint8, 0.03, MLA_WIDTHS),
+    LatentFormat("fp8_e4m3", "", torch.float8_e4m3fn, 0.03),
+    LatentFormat("fp8_e5m2", "", torch.float8_e5m2, 0.06),
+    LatentFormat("fp4_e2m1", "block16", torch.uint8, 0.12, multiple_of=FP4_BLOCK),
+)
+"""Of latent rows, the usual of a dtype first. Without scales a number is stored as it is, which is one scale of 1; FP4
+has the numbers of a row, two a byte, and then its scales, e4m3."""
+
+
+def latent_format(cache: Tensor, width: int) -> LatentFormat | None:
+    """The format of a cache of latent rows of `width` numbers, None = it has none of `LATENT_FORMATS`."""
+    dtype, entries = cache.dtype, cache.shape[-1]
+    return next((f for f in LATENT_FORMATS if f.dtype == dtype and f.entries(width) == entries), None)
+
+
+def mla_pack(rows: Tensor, kv_dtype: str, kv_scales: str) -> Tensor:
+    """Latent rows [..., D] as a cache of a format keeps them, [..., `LatentFormat.entries`]."""
+    if kv_scales == "block128":
+        return mla_pack_fp8(rows)
+    if kv_scales == "block16":
+        scale = fp4_scales(rows)
+        return torch.cat([stored(rows.float(), scale, torch.uint8), scale.view(torch.uint8)], -1)
+    dtype = next(f.dtype for f in LATENT_FORMATS if (f.kv_dtype, f.kv_scales) == (kv_dtype, kv_scales))
+    return stored(rows, None, dtype)
+
+
+def mla_unpack(cache: Tensor) -> Tensor:
+    """The numbers of latent rows [..., D] that are in a format, float32; of others, as they are."""
+    if cache.dtype == torch.uint8 and cache.shape[-1] != MLA_BYTES:
+        width = cache.shape[-1] * 16 // 9
+        scale = cache[..., width // 2 :].contiguous().view(torch.float8_e4m3fn)
+        return real(cache[..., : width // 2], scale, torch.float32)
+    if cache.dtype == torch.uint8:
+        latent, scales, rope = torch.split(cache, [MLA_WIDTHS[1], 16, 128], dim=-1)
+        latent = torch.unflatten(latent.contiguous().view(torch.float8_e4m3fn).float(), -1, (4, 128))
+        scales = scales.contiguous().view(torch.float32).unsqueeze(-1)
+        return torch.cat([(latent * scales).flatten(-2), rope.contiguous().view(torch.bfloat16).float()], dim=-1)
+    return cache.float() if cache.dtype.itemsize == 1 else cache
 
 
 def mla_pack_fp8(rows: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..contract import AttentionRequest, PagedTables
-from .kv_quant import real, stored
-from .reference import mla_unpack_fp8
+from .kv_quant import mla_unpack, real, stored
 
 __all__ = ["Pool", "Slots", "Tokens", "by_number", "from_column", "owned", "renumbered"]
 
@@ -90,7 +89,7 @@ class Pool:
     def __init__(self, request: AttentionRequest, cache: Tensor, scale: Tensor | None = None) -> None:
         self.cache, self._per_token = cache, request.kv_scales in ("token", "block16")
         self._head_axis = 1 if request.kv_layout == "HND" else 2
-        self._bytes = request.family == "mla" and cache.dtype == torch.uint8
+        self._bytes = request.family == "mla" and cache.dtype.itemsize == 1
         if scale is not None and not self._per_token:
             scale = scale.reshape(-1, *[1] * (3 - self._head_axis))
         elif scale is not None and request.kv_scales == "token":
@@ -98,7 +97,7 @@ class Pool:
         self._scale = scale
 
     def _real(self, rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return mla_unpack_fp8(rows).to(dtype) if self._bytes else real(rows, scale, dtype)
+        return mla_unpack(rows).to(dtype) if self._bytes else real(rows, scale, dtype)
 
     def _by_token(self, tensor: Tensor) -> Tensor:
         """[pages, page_size, H_kv, ...]"""

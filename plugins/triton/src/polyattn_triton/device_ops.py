@@ -30,6 +30,8 @@ class DeviceOps:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         if (latent := cache.cache) is not None:
+            if cache.kv_dtype.startswith("fp") and cache.kv_scales != "block128":
+                return None  # core's operators write those
 
             def write_rows(key: Tensor, value: Tensor | None, slots: Tensor, rows: bool) -> Launched | None:
                 return write_latent(key, latent, slots=slots, page_size=cache.page_size)

@@ -51,7 +51,20 @@ def _static(causal: bool, scale: float | None, dropout: float, lse: bool, layout
     return Static("top_left" if causal else False, scale=scale, layout=layout, dropout_p=dropout, return_lse=lse)
 
 
-_sites = _Sites()
+class _Plain(Recent[Any, Callable[..., Any]]):
+    """The same for calls that say nothing but query, key and value, by scope and backend."""
+
+    def __init__(self) -> None:
+        super().__init__(SITES_KEPT)
+
+    def __missing__(self, key: Any) -> Callable[..., Any]:
+        if (known := self.recall(key)) is not None:
+            return known
+        scope, backend = key
+        return self.keep(key, _sites[scope, backend, False, None, 0.0, False, "BSHD", (bool, type(None), float)])
+
+
+_sites, _plain = _Sites(), _Plain()
 
 
 def make_attend(pinned: str | None) -> Callable[..., Any]:
@@ -90,6 +103,17 @@ def make_attend(pinned: str | None) -> Callable[..., Any]:
         Raises:
             UnsupportedRequestError: an argument that cannot be honoured. InvalidInputError: as `polyattn.attention`.
         """
+        if (
+            attn_mask is None
+            and is_causal is False
+            and scale is None
+            and return_lse is False
+            and _parallel_config is None
+            and HERE.part is None
+            and not (others or dropout_p or type(dropout_p) is not float or _is_tracing())
+        ):
+            _check_heads(query.shape[2], key.shape[2], enable_gqa)
+            return _plain[_scope(), pinned](query, key, value)
         if others:
             refuse_unknown(others, _WHO, "compute this layer with another attention backend of diffusers")
         _check_heads(query.shape[2], key.shape[2], enable_gqa)

@@ -27,6 +27,10 @@ __all__ = ["lists_tokens", "looks_latent", "nearest_rotary", "rope_rule", "takes
 _NUMBERS = ("layer_idx", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scaling")
 _QUERY = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
 _OTHERS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+_INDEXER = (
+    *("wq_b", "wk", "k_norm", "weights_proj", "n_heads", "head_dim", "qk_rope_head_dim", "softmax_scale"),
+    *("index_topk", "config"),
+)
 _ARGUMENTS = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 _PROBE = "polyattn_latent_probe"
 _POSITIONS = (5, 11)
@@ -121,7 +125,8 @@ def _structure(module: Any) -> str:
         return f"it has no {', '.join(lack)}"
     own = {name for name, _ in module.named_parameters(recurse=False)}
     own |= {name for name, _ in module.named_buffers(recurse=False)}
-    if more := sorted((children - queries[0] - _OTHERS - {"indexer"}) | own):
+    known = {"indexer"} if all(hasattr(getattr(module, "indexer", None), name) for name in _INDEXER) else set()
+    if more := sorted((children - queries[0] - _OTHERS - known) | own):
         return f"it also has {', '.join(more)}, of which latent attention knows nothing"
     if "forward" in vars(module):
         return f"its forward has been replaced already, by {getattr(module.forward, '__qualname__', 'another')}"

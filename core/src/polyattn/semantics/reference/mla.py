@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...contract import Causal
+from ..kv_quant import mla_unpack
 from .dense import attention
 from .paged import paged_attention
 
@@ -39,7 +40,7 @@ def mla_attention(
 
     Args:
         query: [T_q, H_q, D_c + D_r], see `mla_absorb`.
-        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], see `mla_unpack_fp8`.
+        cache: [pages, page_size, D_c + D_r], or rows in one of `kv_quant.LATENT_FORMATS`.
         page_table, seq_lens, cu_seqlens_q, attn_mask: as `paged_attention`.
         scale: that of the uncompressed heads, (D_nope + D_r) ** -0.5 times the model's own factor; there is no
             default, because the one derived from the query's width would be wrong (S2).
@@ -53,7 +54,7 @@ def mla_attention(
     Raises:
         UnsupportedRequestError: `max_bytes` cannot be kept.
     """
-    rows = mla_unpack_fp8(cache) if cache.dtype == torch.uint8 else cache
+    rows = mla_unpack(cache)
     rows = rows.unsqueeze(2)
     if token_indices is not None:
         attn_mask = _with_lists(attn_mask, token_indices, cu_seqlens_q, page_table.shape[1] * cache.shape[1])
@@ -101,10 +102,7 @@ def mla_unpack_fp8(cache: Tensor) -> Tensor:
     Returns:
         float32 [pages, page_size, 576].
     """
-    latent, scales, rope = torch.split(cache, [512, 16, 128], dim=-1)
-    latent = torch.unflatten(latent.contiguous().view(torch.float8_e4m3fn).float(), -1, (4, 128))
-    scales = scales.contiguous().view(torch.float32).unsqueeze(-1)
-    return torch.cat([(latent * scales).flatten(-2), rope.contiguous().view(torch.bfloat16).float()], dim=-1)
+    return mla_unpack(cache)
 
 
 def mla_absorb(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:

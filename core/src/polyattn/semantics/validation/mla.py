@@ -9,12 +9,16 @@ from torch import Tensor
 
 from ...contract import PagedTables, scalars
 from ...errors import InvalidInputError
-from ..kv_quant import MLA_BYTES, MLA_WIDTHS
+from ..kv_quant import FP4_BLOCK, LATENT_FORMATS, LatentFormat, latent_format
 from .tensors import FLOATS, check_dense_axis, check_index, check_plain, contents_readable
 
 
-def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
-    """Check the tensors of a latent call."""
+def check_mla(query: Any, cache: Any, v_head_dim: Any) -> LatentFormat | None:
+    """Check the tensors of a latent call; returns the format of rows in fewer bits than the query.
+
+    Raises:
+        InvalidInputError: tensors that are none, or do not go together.
+    """
     for name, tensor, shape in (
         ("query", query, "[T, H_q, D_c + D_r]"),
         ("cache", cache, "[pages, page_size, D_c + D_r]"),
@@ -33,22 +37,30 @@ def check_mla(query: Any, cache: Any, v_head_dim: Any) -> None:
         raise InvalidInputError(f"query is on {query.device}, cache on {cache.device}; move them to one device")
     for name, tensor in (("query", query), ("cache", cache)):
         check_dense_axis(name, tensor)
-    fp8 = cache.dtype == torch.uint8 and cache.shape[2] == MLA_BYTES and query.dtype in FLOATS
-    if query.dtype != cache.dtype and not fp8:
+    width = query.shape[2]
+    form = latent_format(cache, width) if query.dtype in FLOATS else None
+    if query.dtype != cache.dtype and form is None:
+        known = ", ".join(f"{str(f.dtype)[6:]} [pages, page_size, {f.entries(width)}]" for f in LATENT_FORMATS)
         raise InvalidInputError(
-            f"query is {query.dtype}, cache {cache.dtype}; one dtype is needed (FP8 rows are uint8 [pages, page_size, "
-            f"{MLA_BYTES}], as polyattn.semantics.reference.mla_unpack_fp8 reads them)"
+            f"query is {query.dtype}, cache {cache.dtype} {list(cache.shape)}; one dtype is needed, or rows of a "
+            f"format of polyattn.semantics.kv_quant: {known}"
         )
-    if fp8 and (query.shape[2], v_head_dim) != MLA_WIDTHS:
+    if not 0 < v_head_dim <= width or (form is None and width != cache.shape[2]):
         raise InvalidInputError(
-            f"query rows have {query.shape[2]} numbers and v_head_dim is {v_head_dim}; FP8 rows hold {MLA_WIDTHS[0]}, "
-            f"the first {MLA_WIDTHS[1]} of them the value"
-        )
-    if not fp8 and (query.shape[2] != cache.shape[2] or not 0 < v_head_dim <= query.shape[2]):
-        raise InvalidInputError(
-            f"query rows have {query.shape[2]} numbers, cache rows {cache.shape[2]}, v_head_dim is {v_head_dim}; rows "
+            f"query rows have {width} numbers, cache rows {cache.shape[2]}, v_head_dim is {v_head_dim}; rows "
             f"must be equal and v_head_dim the leading part of them"
         )
+    if form is not None and not form.takes((width, v_head_dim)):
+        most = (
+            f"{form.widths[0]}, the first {form.widths[1]} of them the value"
+            if form.widths
+            else f"multiples of {FP4_BLOCK}"
+        )
+        raise InvalidInputError(
+            f"query rows have {width} numbers and v_head_dim is {v_head_dim}; rows of {form.kv_dtype} with scales by "
+            f"{form.kv_scales or 'none'} hold {most}"
+        )
+    return form
 
 
 def check_token_indices(query: Tensor, token_indices: Any, tables: PagedTables, causal: Any) -> int:

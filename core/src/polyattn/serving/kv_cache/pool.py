@@ -50,7 +50,7 @@ class LayerCache:
     Attributes:
         key_cache, value_cache: [pages, page_size, H_kv, D | D_v] (NHD) or [pages, H_kv, page_size, D | D_v] (HND), None
             for a latent layer. k_scale, v_scale: None, [1], [H_kv] or one per token in the cache's layout.
-        cache: [pages, page_size, D_c + D_r] or uint8 [pages, page_size, 656], None for other layers.
+        cache: [pages, page_size, D_c + D_r] or rows of a format of `kv_quant.LATENT_FORMATS`, None for other layers.
         kv_dtype: the request's word, auto where it is that of the model. kv_layout: NHD or HND, "" for a latent layer.
         kv_scales: granularity, "" = none. page_size: tokens per page.
         dynamic: scales are made at write time, so that `KVPool.write` has to write; a kernel cannot.

@@ -20,8 +20,16 @@ from ...contract import Keep
 from ...dispatch.binding import dtype_name
 from ...errors import ConfigError, InvalidInputError, did_you_mean
 from ...selection.config.settings import KV_CACHE_DTYPES
-from ...semantics.kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS, fp4_scales, mla_pack_fp8, real, stored
-from ...semantics.reference import mla_unpack_fp8
+from ...semantics.kv_quant import (
+    FP4_BLOCK,
+    LATENT_FORMATS,
+    LatentFormat,
+    fp4_scales,
+    mla_pack,
+    mla_unpack,
+    real,
+    stored,
+)
 from ...semantics.states import TORCH_DTYPES
 from ...semantics.validation import contents_readable
 from ..layer import KV, AttentionLayer
@@ -58,7 +66,8 @@ class KVCacheConfig:
             Kept as the name that requests use (bfloat16).
         page_size: tokens per page. layout: NHD or HND, see `negotiate_layout`; latent rows have none.
         scales: granularity of the scales of keys and values, "" = the usual of the dtype: tensor for fp8 and int8
-            (head and token are allowed too), block16 for fp4. Latent rows in fp8 always have block128.
+            (head and token are allowed too), block16 for fp4. Latent rows have those of `kv_quant.LATENT_FORMATS`: in
+            fp8_e4m3 block128 where their widths allow it, else, and with "tensor", one scale of 1.
 
     Raises:
         ConfigError: a value that no cache has.
@@ -125,23 +134,25 @@ class RowFormat:
 
     @property
     def packed(self) -> bool:
-        """A row is bytes that hold its own scales: latent rows in FP8."""
-        return self.scales == "block128"
+        """A row is bytes that hold its own scales: latent rows in FP8 and FP4."""
+        return self.latent and self.scales.startswith("block")
 
     @property
     def stored_width(self) -> int:
         """Entries of the last axis of the cache tensor."""
-        return MLA_BYTES if self.packed else self.width // 2 if self.kv_dtype == "fp4_e2m1" else self.width
+        if self.packed:
+            return _latent_form(self.kv_dtype, self.scales).entries(self.width)
+        return self.width // 2 if self.kv_dtype == "fp4_e2m1" else self.width
 
     @property
     def dynamic(self) -> bool:
         """Scales are made from the rows when they are written, and kept beside them."""
-        return self.scales in ("token", "block16")
+        return self.scales in ("token", "block16") and not self.packed
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token, with the scales that belong to it."""
-        scales = {"token": 4, "block16": self.width // FP4_BLOCK}.get(self.scales, 0)
+        scales = {"token": 4, "block16": self.width // FP4_BLOCK}.get(self.scales, 0) if self.dynamic else 0
         return self.heads * (self.stored_width * self.dtype.itemsize + scales)
 
     def cache_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
@@ -152,6 +163,8 @@ class RowFormat:
     def scale_shape(self, pages: int, page_size: int) -> tuple[int, ...] | None:
         """None: no scale tensor."""
         inner = self._inner(page_size)
+        if self.packed:
+            return None
         return {
             "tensor": (1,),
             "head": (self.heads,),
@@ -220,22 +233,31 @@ def _latent_scales(layer: AttentionLayer, scales: str, name: str) -> str:
         if scales not in ("", "block128"):
             raise ConfigError(f"layer {layer.layer_id}: latent rows in {name} have no scales; leave scales empty")
         return ""
-    if name != "fp8_e4m3":
+    known = [form for form in LATENT_FORMATS if form.kv_dtype == name]
+    if not known:
         raise ConfigError(
-            f"layer {layer.layer_id}: no format of latent rows in {name} is defined; take fp8_e4m3 "
-            f"({MLA_BYTES} bytes a row) or bf16"
+            f"layer {layer.layer_id}: no format of latent rows in {name} is defined; take one of "
+            f"{', '.join(dict.fromkeys(form.kv_dtype for form in LATENT_FORMATS))}, or bf16"
         )
-    if layer.dims != MLA_WIDTHS:
+    # One scale for all rows is 1.
+    asked = [form for form in known if not scales or form.kv_scales == scales.replace("tensor", "")]
+    fitting = [form for form in asked if form.takes(layer.dims)]
+    if not fitting:
         raise ConfigError(
-            f"layer {layer.layer_id}: latent rows of (D_c + D_r, D_c) = {layer.dims}; FP8 rows are defined for "
-            f"{MLA_WIDTHS} only. Keep this model's cache in its own dtype (auto)"
+            f"layer {layer.layer_id}: latent rows of (D_c + D_r, D_c) = {layer.dims} in {name} have no scales by "
+            f"{scales or known[0].kv_scales}; formats of {name}: {'; '.join(map(_described, known))}. Leave scales "
+            f"empty, or keep this model's cache in its own dtype (auto)"
         )
-    if scales not in ("", "block128"):
-        raise ConfigError(
-            f"layer {layer.layer_id}: latent rows in {name} hold scales by block128, not by {scales}; leave "
-            f"scales empty"
-        )
-    return "block128"
+    return fitting[0].kv_scales
+
+
+def _described(form: LatentFormat) -> str:
+    widths = f"{form.widths} only" if form.widths else f"widths that are multiples of {form.multiple_of}"
+    return f"{form.kv_scales or 'tensor (one scale of 1)'}, {widths}"
+
+
+def _latent_form(kv_dtype: str, scales: str) -> LatentFormat:
+    return next(form for form in LATENT_FORMATS if (form.kv_dtype, form.kv_scales) == (kv_dtype, scales))
 
 
 def token_scales(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -321,7 +343,7 @@ class Rows:
         """Store rows [T, H_kv, D]; scales that belong to tokens are made here."""
         new = new.detach() if new.requires_grad else new
         if self.form.packed:
-            _put(self._stored, index, mla_pack_fp8(new))
+            _put(self._stored, index, mla_pack(new, self.form.kv_dtype, self.form.scales))
         elif self.form.raw:
             _put(self._stored, index, new)
         else:
@@ -343,7 +365,7 @@ class Rows:
         if form.raw:
             return rows.view(form.dtype)
         if form.packed:
-            return mla_unpack_fp8(rows).to(dtype)
+            return mla_unpack(rows).to(dtype)
         scale = self._static
         if self._scales is not None:
             taken = _take(self._scales, index)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import mla_attention
-from ...semantics.kv_quant import MLA_WIDTHS, mla_pack_fp8
-from ...semantics.reference import mla_unpack_fp8
+from ...semantics.kv_quant import LATENT_FORMATS, MLA_WIDTHS, mla_pack, mla_unpack
 from ..cases import Case
 from .base import Call, Part
 from .cached import SERVING, Cached
@@ -33,8 +32,8 @@ class Latent(Cached):
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "alibi": (True,),
         "segments": ("shared", "pair"),
-        "kv_dtype": ("float32", "bfloat16", "float16", "fp8_e5m2", "fp4_e2m1", "int8"),
-        "kv_scales": ("tensor", "head", "token", "block16"),
+        "kv_dtype": ("float32", "bfloat16", "float16", "int8"),
+        "kv_scales": ("tensor", "head", "token"),
         "kv_layout": ("HND", "vectorised", "NZ"),
     }
 
@@ -51,10 +50,13 @@ class Latent(Cached):
 
     def repaired(self, values: Mapping[str, Any]) -> dict[str, Any]:
         v = super().repaired(values)
-        packed = v["kv_dtype"] == "fp8_e4m3"
-        v["kv_scales"] = "block128" if packed else ""
-        if packed:
-            v["head_dim"], v["v_head_dim"] = MLA_WIDTHS
+        forms = [f for f in LATENT_FORMATS if f.kv_dtype == v["kv_dtype"]]
+        form = next((f for f in forms if f.kv_scales == v["kv_scales"]), forms[0] if forms else None)
+        v["kv_scales"] = form.kv_scales if form else ""
+        if form and form.widths:
+            v["head_dim"], v["v_head_dim"] = form.widths
+        if form and v["head_dim"] % form.multiple_of:
+            v["head_dim"] = 64
         if v["v_head_dim"] > v["head_dim"]:
             v["v_head_dim"] = 0
         if v["token_topk"]:
@@ -130,7 +132,8 @@ class Latent(Cached):
             for place in (place for n in which for places in tables[n].slots for place in places):
                 owned[place] = True
             blank = rows.masked_fill(~owned[..., None], float("nan"))
-            cache = (mla_pack_fp8(blank) if r.kv_scales == "block128" else blank.to(maker.dtype)).to(maker.device)
+            stored = r.kv_storage != r.dtype
+            cache = (mla_pack(blank, r.kv_dtype, r.kv_scales) if stored else blank.to(maker.dtype)).to(maker.device)
             if which[0] == 0:
                 tensors["cache"] = cache
             else:
@@ -144,7 +147,7 @@ class Latent(Cached):
     ) -> tuple[Tensor, ...]:
         token = torch.arange(length, device=pages.device)
         rows = tensors["cache"][pages[token // case.request.page_size].long(), token % case.request.page_size]
-        return ((mla_unpack_fp8(rows) if rows.dtype == torch.uint8 else rows).to(dtype).unsqueeze(1),)
+        return (mla_unpack(rows).to(dtype).unsqueeze(1),)
 
     def key_value(self, case: Case, sides: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         rows = heads_first(sides[0])

@@ -13,7 +13,7 @@ PAGE = 128
 
 # A cache dtype that the operator cannot read is dequantised by pages; these are what that knows.
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")
-LATENT_DTYPES = ("auto", "fp8_e4m3")
+LATENT_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
 
 SERVING: dict[str, Any] = {

@@ -55,7 +55,7 @@ UNABSORBED = (192, 128)
 
 # Exact rewrites. A cache dtype that a kernel cannot read is dequantised by pages; KV_DTYPES is what that knows.
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")
-LATENT_DTYPES = ("auto", "fp8_e4m3")
+LATENT_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
 BY_TOKENS = {"page_size": "page_table_to_tokens"}
 SINKS = {"sinks": "sinks_from_lse"}

@@ -42,7 +42,7 @@ ANY_TREE = Range(0)
 
 # Exact rewrites. A cache dtype that a kernel cannot read is dequantised by pages; KV_DTYPES is what that knows.
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")
-LATENT_DTYPES = ("auto", "fp8_e4m3")
+LATENT_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 DEQUANTISE = {"kv_dtype": "dequantise_kv", "kv_scales": "dequantise_kv"}
 SINKS = {"sinks": "sinks_from_lse"}
 TREE = {"tree": "tree_by_lse"}

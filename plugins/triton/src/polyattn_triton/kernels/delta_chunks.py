@@ -286,10 +286,9 @@ _PREPARE = {False: Cut(64, 4, 2), True: Cut(64, 8, 2)}
 
 def chunk_of(query: Tensor) -> int:
     """Tokens of a chunk: what shared memory has room for."""
-    if query.dtype.itemsize == 4 or query.shape[-1] > 128:
-        return 32
     limit = shared_memory(query.device)
-    return 64 if limit is None or limit > 120 << 10 else 32
+    small = limit is not None and limit <= 120 << 10
+    return 64 >> ((query.dtype.itemsize == 4 or small) + (query.shape[-1] > 128))
 
 
 def numbers(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int) -> tuple[int, int, int]:
@@ -335,7 +334,8 @@ def prepare(
 
 def cut_for(query: Tensor, heads: int, D_V: int, sequences: int) -> Cut:
     """Columns such that there is a program for each multiprocessor, or the fewest that products have."""
-    N = min(max(triton.next_power_of_2(D_V), 16), 64)
+    wide = triton.next_power_of_2(query.shape[-1]) * query.dtype.itemsize
+    N = max(min(triton.next_power_of_2(D_V), 64, (16 << 10) // wide), 16)
     while N > 16 and heads * sequences * triton.cdiv(D_V, N) < 0.9 * runtime.processors(query.device):
         N //= 2
     return Cut(N, 4, 2 if query.dtype.itemsize == 2 and architecture(query.device) != "other" else 1)

@@ -7,6 +7,8 @@ A program has M heads of one token and a part of its list; parts are as many as 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from polyattn.contract import PagedTables
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
@@ -25,8 +27,6 @@ __all__ = ["attend", "parts_for"]
 
 GROUP = tl.constexpr(128)
 """Numbers of an FP8 row that share a scale."""
-KEYS = 32
-"""Listed tokens of a block."""
 LEAST = 128
 """Listed tokens of a part, at least."""
 
@@ -96,6 +96,20 @@ def _attend(
         tl.store(lse + part * lse_part + token * HEADS + head, natural_lse(top, total), real)
 
 
+class Config(NamedTuple):
+    """How a launch is made: heads of a program, listed tokens of a block, stages and warps."""
+
+    heads: int
+    keys: int = 32
+    stages: int = 2
+    warps: int = 8
+
+    @classmethod
+    def of(cls, heads: int) -> Config:
+        some = _heads(heads)
+        return cls(some, warps=8 if some == 64 else 4)
+
+
 def parts_for(device: torch.device, tokens: int, heads: int, topk: int) -> int:
     """Parts of a list: as many as give each processor work twice, of no fewer than LEAST tokens."""
     if not tokens or topk <= LEAST:
@@ -111,7 +125,7 @@ def _heads(heads: int) -> int:
 
 def attend(
     query: Tensor, cache: Tensor, token_indices: Tensor, *, tables: PagedTables, scale: float, out: Tensor,
-    lse: Tensor | None, parts: int,
+    lse: Tensor | None, parts: int, config: Config | None = None,
 ) -> None:  # fmt: skip
     """Latent attention of each query to the tokens of its list.
 
@@ -121,6 +135,7 @@ def attend(
         token_indices: int32 [T_q, topk], dense last axis, places in the query's sequence; -1 = none.
         tables: `polyattn.contract.PagedTables`. scale: of the products.
         out: [T_q, H_q, D_c], dense last axis. lse: float32 [T_q, H_q], contiguous. parts: of `parts_for`.
+        config: None = the usual one.
     """
     (T, heads, width), d_c, topk = query.shape, out.shape[2], token_indices.shape[1]
     page_table, _, starts, longest = tables[:4]
@@ -140,8 +155,8 @@ def attend(
     if parts > 1:
         outs = query.new_empty(parts, T, heads, d_c, dtype=torch.float32)
         lses = query.new_empty(parts, T, heads, dtype=torch.float32)
-    each = triton.cdiv(triton.cdiv(topk, parts), KEYS) * KEYS
-    some = _heads(heads)
+    some, keys, stages, warps = config or Config.of(heads)
+    each = triton.cdiv(triton.cdiv(topk, parts), keys) * keys
     with runtime.device_of(query):
         _attend[(T, triton.cdiv(heads, some), parts)](
             query, rows, factors, rope, page_table, sequence_of, token_indices, outs, lses,
@@ -149,8 +164,8 @@ def attend(
             token_indices.stride(0), outs.stride(0), outs.stride(1), outs.stride(2),
             0 if lses is None else lses.stride(0), topk, each, scales(scale, 0.0)[0],
             HEADS=heads, PAGE=cache.shape[1], D_C=d_c, D_R=width - d_c, ROW=rows.stride(1), SCALE_ROW=factors.stride(1),
-            ROPE_ROW=rope.stride(1), M=some, N=KEYS, C=_power(d_c), R=_power(width - d_c),
-            FP8=cache.dtype == torch.uint8, STAGES=2, num_warps=8 if some == 64 else 4,
+            ROPE_ROW=rope.stride(1), M=some, N=keys, C=_power(d_c), R=_power(width - d_c),
+            FP8=cache.dtype == torch.uint8, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     if parts > 1 and lses is not None:
         merge(outs, lses, out=out, lse=lse)
