@@ -78,11 +78,11 @@ def _choose(
     fixed = tl.sum(tl.where(mine, weights, 0.0), 1)
     goal = threshold * tl.sum(weights, 1)
     weights = tl.where(others, weights, -1.0)
-    # The highest limit with which those that reach it are enough, in steps of 2**-24, which is what float32 has of the
-    # highest. Scores of one step are alike, and of these the first are taken.
-    STEP: tl.constexpr = 1.0 / 16777216.0
+    # The highest limit with which those that reach it are enough, in steps of 2**-23, of which float32 has all from 0
+    # to 1. Scores of one step are alike, and of these the first are taken.
+    STEP: tl.constexpr = 1.0 / 8388608.0
     low = tl.zeros([N], tl.int32)
-    high = (tl.maximum(tl.max(weights, 1), 0.0) * 16777216.0).to(tl.int32)
+    high = (tl.maximum(tl.max(weights, 1), 0.0) * 8388608.0).to(tl.int32)
     while tl.max(high - low, 0) > 0:
         middle = (low + high + 1) >> 1
         reached = weights >= (middle.to(tl.float32) * STEP)[:, None]  # above 0, so others
