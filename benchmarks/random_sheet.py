@@ -4,9 +4,9 @@
     polyattn bench random-2026.yaml --peers benchmarks/peers --tune
 
 Sheets of models are samples, and users are not. Here are groups of 3, 5, 6, 7 and 12 query heads for a key head,
-ragged packed prompts, short full attention as encoders have it, windows at decode, head dims of 72, 80 and 96, and
-new tokens, batches and lengths that are no power of two. The same seed gives the same sheet; of another one no shape is known before
-it is drawn, so that a claim about shapes is tried on a new seed.
+ragged packed prompts, short full attention as encoders have it, windows at decode, head dims of 72, 80 and 96, and new
+tokens, batches and lengths that are no power of two. The same seed gives the same sheet; of another one no shape is
+known before it is drawn, so that a claim about shapes is tried on a new seed.
 """
 
 from __future__ import annotations
