@@ -65,7 +65,7 @@ def record_compiled(
     """
     how: dict[str, Any] = {"versions": dict(versions), "command": command, "note": note, "families": families}
     runs = [
-        _off_chip("compiled", backend, providers, count, arch=arch, device=arch, **how)
+        _off_chip("compiled", backend, providers, count, arch=arch, device=", ".join(kernels), **how)
         for arch, count in kernels.items()
     ]
     if not runs:
