@@ -12,6 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from polyattn.serving.engine import Engine
+
 from .conftest import Run
 
 WORDS = ["<unk>", "<end>", "once", "upon", "a", "time", "there", "was", "fox", "who", "ran", "home", "and", "slept"]
@@ -65,6 +67,21 @@ def test_json_has_the_text_of_model_generate(run: Run, folder: Path) -> None:
     assert entry["backend"] == {"prefill": "torch_native", "decode": "torch_native"}
     assert entry["tokens_per_second"] > 0
     assert (entry["prompt"], entry["finish_reason"]) == ("once upon a", "length")
+
+
+def test_the_same_bits_in_any_batch_are_a_flag(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+
+    class Seen(Engine):
+        def __init__(self, runner: Any, config: Any) -> None:
+            super().__init__(runner, config)
+            made.append(self.memory.backend.batch_invariant)
+
+    monkeypatch.setattr("polyattn.serving.engine.Engine", Seen)
+    words = ("generate", "--model-path", str(folder), "--prompt", "once upon a", "--max-new-tokens", "4", "--json")
+    texts = [run(*words, *more).data[0]["token_ids"] for more in ((), ("--batch-invariant",))]
+    assert made == [False, True]
+    assert texts[0] == texts[1]
 
 
 def test_a_file_has_many_prompts_that_run_together(run: Run, folder: Path, tmp_path: Path) -> None:

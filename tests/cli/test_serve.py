@@ -197,6 +197,18 @@ def test_phases_and_drafts_are_planned_by_their_own_flags(run: Run, tmp_path: Pa
     assert chosen == {"prefill": "torch_sdpa", "decode": "torch_native", "verify": "torch_native"}
 
 
+def test_a_plan_asks_for_the_same_bits_in_any_batch(run: Run, tmp_path: Path) -> None:
+    transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
+    words = ("serve", "--model-path", str(tmp_path), "--dry-run", "--json")
+    for more, wanted in ((), False), (("--batch-invariant",), True):
+        done = run(*words, *more)
+        assert done.code == 0, done.out
+        assert [entry["request"]["batch_invariant"] for entry in done.data["phases"]] == [wanted, wanted]
+    done = run("serve", "--engine", "vllm", "--model", "m", "--batch-invariant", "--dry-run")
+    assert done.code == 2
+    assert "vllm has no such flag" in " ".join(done.out.split())
+
+
 def test_a_plan_says_who_computes_images(run: Run, tmp_path: Path) -> None:
     heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Qwen2_5_VLConfig(text_config=heads, vision_config={"hidden_size": 160, "num_heads": 2})

@@ -213,7 +213,9 @@ def test_choices_of_today_are_not_planned() -> None:
     [
         ("triton", "cuda:sm90", "hardware"),
         ("triton", "cuda:sm80", "interpreter"),
-        ("triton", "rocm:gfx942", "declared"),
+        ("triton", "rocm:gfx942", "compiled"),
+        ("triton", "rocm:gfx950", "compiled"),
+        ("triton", "rocm:gfx1100", "declared"),
         ("trtllm_mha", "cuda:sm100", "emulator"),
         ("fa4", "cuda:sm100", "emulator"),
         ("torch_sdpa", "cuda:sm80", "vendor code"),

@@ -184,7 +184,8 @@ BACKENDS: tuple[BackendInfo, ...] = tuple(
         priority=INTERPRETED if platform == "cpu" else 40,
         auto=tuple(_rules(platform)),
         # Where conformance has passed an evidence file says so. NVIDIA's other chips have the same kernels, which
-        # Triton interprets in CI, through the compiler that was tried; elsewhere nothing is chosen automatically.
+        # Triton interprets in CI, through the compiler that was tried; and of AMD's an evidence file names those
+        # that they were compiled for. Elsewhere nothing is chosen automatically.
         evidence="interpreter" if platform in ("cpu", "cuda") else "declared",
         upstream="polyattn",
         note="runs under Triton's interpreter (TRITON_INTERPRET=1): correct and very slow" if platform == "cpu" else "",
