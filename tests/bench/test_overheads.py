@@ -205,3 +205,38 @@ def test_a_run_that_stops_early_is_an_error(script):
     module = script("engine")
     with pytest.raises(RuntimeError, match=r"4 tokens of each of 2 requests are wanted; got \[4, 3\]"):
         module.seconds_of(lambda new: ([[0] * new, [0] * (new - 1)], 1.0), 4, 2)
+
+
+def test_the_server_is_measured_beside_its_engine(script, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("uvicorn", reason="pip install 'polyattn[serve]'")
+    module = script("http_serving")
+    path = tmp_path / "http.json"
+    monkeypatch.setattr(sys, "argv", ["http_serving.py", "--quick", "--device", "cpu", "--json", str(path)])
+    module.main()
+    result = json.loads(path.read_text())
+    assert [row["requests"] for row in result["rows"]] == [1, 4]
+    assert all(row["alike"] and len(row["engine"]) == len(row["http"]) == 2 for row in result["rows"])
+    assert module.markdown(result) in capsys.readouterr().out
+
+
+def test_what_is_asked_of_http_stands_beside_what_it_gives(script):
+    module = script("http_serving")
+    head = {**module.report.stamp("http-serving"), "parameters": 1.2e9, "context": 4096, "backends": {"decode": "a"}}
+    one = {"requests": 1, "new_tokens": 10, "engine": [[0.5, 1.0]], "http": [[0.504, 1.25]], "alike": True}
+    many = {**one, "requests": 32, "engine": [[1, 4], [1, 2]], "http": [[1, 2.5], [2, 5]], "alike": False}
+    text = module.markdown({**head, "rows": [one, many]})
+    assert "| 1 | 10 | 10 | 8 | 0.80 |  | +4.0 ms | 5 ms | yes |" in text
+    assert "| 32 | 10 | 160 | 128 | 0.80 | 0.9 |  |  | no |" in text
+
+
+def test_a_trace_names_phase_layer_and_backend(script, monkeypatch, tmp_path, capsys):
+    module = script("http_serving")
+    path = tmp_path / "trace.json"
+    words = ["http_serving.py", "--quick", "--device", "cpu", "--backend", "torch_sdpa", "--trace", str(path)]
+    monkeypatch.setattr(sys, "argv", words)
+    module.main()
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"polyattn.serving {phase} layer {n} torch_sdpa@cpu" for phase in ("extend", "decode") for n in range(2)
+    ]
+    assert {event["name"] for event in json.loads(path.read_text())["traceEvents"]} >= set(said)

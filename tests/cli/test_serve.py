@@ -18,10 +18,9 @@ import transformers
 from polyattn.cli import serve_plan
 
 from .conftest import Run
-from .launch_commands import LONG, MANY_DEVICES, ONE_DEVICE, here
+from .launch_commands import MANY_DEVICES, ONE_DEVICE, here
 
 INSTALLED = "sgl-kernel,flashinfer-python,triton,flash-attn-4,torch_npu,wave-lang,sglang"
-DUAL_CHUNK = f"--model {LONG} --attention-backend dual_chunk_flash_attn"
 
 
 def asked_for(words: list[str], phase: str) -> str | None:
@@ -34,7 +33,7 @@ def machine(platform: str) -> tuple[str, ...]:
     return ("--assume-platform", platform, "--assume-installed", INSTALLED, "--dry-run", "--json")
 
 
-@pytest.mark.parametrize("command, platform", [pair for pair in ONE_DEVICE.items() if pair[0] != DUAL_CHUNK])
+@pytest.mark.parametrize("command, platform", ONE_DEVICE.items())
 def test_launch_commands_for_one_device_say_who_would_serve(
     run: Run, tmp_path: Path, command: str, platform: str
 ) -> None:
@@ -49,17 +48,12 @@ def test_launch_commands_for_one_device_say_who_would_serve(
     done = run("serve", *words, "--dry-run")
     backend = asked_for(words, "decode")
     if done.code == 0:
-        assert backend in ("torch_native", "flex_attention", "triton")  # the last one with its interpreter
+        # The last two with Triton's interpreter.
+        assert backend in ("torch_native", "flex_attention", "triton", "dual_chunk_flash_attn")
         assert f"decode by {backend} on cpu" in done.out
     else:
         assert done.code in (3, 4)
         assert f"--decode-attention-backend {backend}" in " ".join(done.err.split())
-
-
-def test_a_launch_command_of_a_method_that_pages_do_not_have_is_refused(run: Run, tmp_path: Path) -> None:
-    done = run("serve", *here(DUAL_CHUNK, tmp_path), *machine("cuda:sm90"))
-    assert (done.code, done.data["error"]["type"]) == (3, "UnsupportedRequestError")
-    assert "dual_chunk_flash_attn" in done.data["error"]["message"]
 
 
 @pytest.mark.parametrize("command", MANY_DEVICES)
@@ -125,6 +119,7 @@ def test_vllm_gets_its_own_words(run: Run) -> None:
         (("--json",), 2, "add --dry-run"),
         (("--mem-fraction-static", "1.5"), 2, "give a share between 0 and 1"),
         (("--context-length", "0"), 2, "--context-length 0: give 1 or more"),
+        (("--max-queued-requests", "-1"), 2, "--max-queued-requests -1: give 0 or more"),
         (("--speculative-num-steps", "2"), 2, "give --speculative-draft-model-path too"),
         (("--attention-backend", "fa33"), 4, "fa3"),
     ],
@@ -200,6 +195,23 @@ def test_phases_and_drafts_are_planned_by_their_own_flags(run: Run, tmp_path: Pa
     assert done.code == 0, done.out
     chosen = {entry["phase"]: entry["backend"] for entry in done.data["phases"]}
     assert chosen == {"prefill": "torch_sdpa", "decode": "torch_native", "verify": "torch_native"}
+
+
+def test_a_plan_says_who_computes_images(run: Run, tmp_path: Path) -> None:
+    heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen2_5_VLConfig(text_config=heads, vision_config={"hidden_size": 160, "num_heads": 2})
+    config.save_pretrained(tmp_path)
+    words = ("--mm-attention-backend", "torch_sdpa", "--attention-backend", "torch_native")
+    done = run("serve", "--model-path", str(tmp_path), *words, "--dry-run", "--json")
+    assert done.code == 0, done.out
+    chosen = {entry["phase"]: (entry["backend"], entry["request"]["family"]) for entry in done.data["phases"]}
+    assert chosen["images"] == ("torch_sdpa", "varlen")
+    assert chosen["prefill"] == chosen["decode"] == ("torch_native", "paged")
+    (images,) = (entry for entry in done.data["phases"] if entry["phase"] == "images")
+    assert (images["request"]["heads"], images["request"]["head_dim"]) == (2, 80)
+    words = ("--mm-attention-backend", "fa3", *machine("cuda:sm90"))
+    done = run("serve", "--model-path", str(tmp_path), *words)
+    assert {entry["phase"]: entry["provider"] for entry in done.data["phases"]}["images"] == "fa3/sgl-kernel"
 
 
 def test_the_assumed_shape_is_a_layer() -> None:

@@ -101,6 +101,7 @@ def test_every_package_platform_and_family_is_among_them():
     assert not absent, f"install plugins/{', plugins/'.join(absent)} first, or name them in POLYATTN_EXTRA_PLUGINS"
     assert {info.platform for info in BACKENDS} >= set(PLATFORMS)
     assert {family for _, row in ROWS for family in families(row)} == set(FAMILIES)
+    assert {provider.planned for info in BACKENDS for provider in info.providers} == {True, False}
 
 
 @pytest.mark.parametrize("info, row", ROWS, ids=[f"{i}-{info.id}" for i, (info, _) in enumerate(ROWS)])

@@ -1,4 +1,4 @@
-"""docs/adapters.md: its four adapters are backends of a plugin here, and the conformance kit finds nothing wrong."""
+"""docs/adapters.md: its five adapters are backends of a plugin here, and the conformance kit finds nothing wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from polyattn.testing import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-EXAMPLES = {"flash": "Flash", "paged": "Paged", "latent": "Latent", "block_sparse": "BlockSparse"}
+EXAMPLES = {"flash": "Flash", "paged": "Paged", "latent": "Latent", "block_sparse": "BlockSparse", "linear": "Linear"}
 """Name of the backend -> what the names of its adapter and rows begin with."""
 CASES = 20
 """For each row and dtype."""

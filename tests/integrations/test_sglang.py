@@ -49,13 +49,16 @@ class Loc(NamedTuple):
 
 
 class Mode(enum.Enum):
-    EXTEND, DECODE, IDLE = range(3)
+    EXTEND, DECODE, IDLE, TARGET_VERIFY, DRAFT_EXTEND_V2 = range(5)
 
     def is_decode(self) -> bool:
         return self is Mode.DECODE
 
     def is_idle(self) -> bool:
         return self is Mode.IDLE
+
+    def is_target_verify(self) -> bool:
+        return self is Mode.TARGET_VERIFY
 
 
 class Pool:
@@ -194,19 +197,12 @@ def test_a_narrow_cache_is_read_by_its_scales() -> None:
     assert all(1e-5 < error < 0.2 for error in errors), errors
 
 
-@pytest.mark.parametrize(
-    "what, changes",
-    [
-        ("latent attention", {"use_mla_backend": True}),
-        ("--disable-hybrid-swa-memory", {"is_hybrid_swa": True}),
-    ],
-)
-def test_models_that_are_not_served_are_refused_when_the_backend_is_made(what: str, changes: dict[str, Any]) -> None:
+def test_a_pool_of_its_own_for_windows_is_refused_when_the_backend_is_made() -> None:
     from polyattn.integrations.sglang.backend import PolyattnAttnBackend
 
     rig = Rig()
-    vars(rig.runner).update(changes)
-    with pytest.raises(polyattn.UnsupportedRequestError, match=f"{what}.*choose another --attention-backend"):
+    rig.runner.is_hybrid_swa = True
+    with pytest.raises(polyattn.UnsupportedRequestError, match=r"--disable-hybrid-swa-memory.*choose another"):
         PolyattnAttnBackend(rig.runner)
 
 
@@ -226,17 +222,178 @@ def test_layers_that_are_not_served_are_refused_by_name(
         served(Rig(), layer(**changes), **more)
 
 
-def test_speculation_and_graphs_are_refused_with_what_to_do() -> None:
+def test_steps_of_drafts_and_graphs_are_refused_with_what_to_do() -> None:
     from polyattn.integrations.sglang.backend import PolyattnAttnBackend
 
     rig = Rig()
     backend: Any = PolyattnAttnBackend(rig.runner)
-    batch = rig.batch(Mode.EXTEND, (0, 0), (4, 5))
-    batch.spec_info = object()
-    with pytest.raises(polyattn.UnsupportedRequestError, match="speculative decoding"):
+    batch = rig.batch(Mode.DECODE, (4, 5), (5, 6))
+    batch.spec_info = SimpleNamespace(kv_indptr=torch.zeros(3))
+    with pytest.raises(polyattn.UnsupportedRequestError, match="--speculative-draft-attention-backend triton"):
         backend.init_forward_metadata(batch)
     with pytest.raises(polyattn.UnsupportedRequestError, match="--disable-cuda-graph"):
         backend.init_cuda_graph_state(8, 8)
+
+
+def by_hand(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One sequence in fp64: q [S, H, D], keys and values [L, H, *], seen [S, L]."""
+    logits = torch.einsum("ihd,jhd->hij", q.double(), keys.double()) * scale
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, values.double()).flatten(1)
+
+
+def close(out: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def made(rig: Rig) -> Any:
+    from polyattn.integrations.sglang.backend import PolyattnAttnBackend
+
+    return PolyattnAttnBackend(rig.runner)
+
+
+DRAFTS, BEFORE, AFTER = 3, (4, 7), (7, 10)
+# Which drafts each draft sees: of a tree whose root has two children, and of a chain.
+TREES = {2: [[1, 0, 0], [1, 1, 0], [1, 0, 1]], 1: [[1, 0, 0], [1, 1, 0], [1, 1, 1]]}
+
+
+def verifying(rig: Rig, topk: int) -> tuple[Any, list[torch.Tensor]]:
+    """A step that verifies drafts, as SGLang says it: lengths are those before, and a mask has a row of all keys for
+    each draft. And what each draft of each sequence sees."""
+    batch = rig.batch(Mode.TARGET_VERIFY, BEFORE, AFTER)
+    batch.seq_lens = batch.seq_lens_cpu = torch.tensor(BEFORE)
+    tree = torch.tensor(TREES[topk], dtype=torch.bool)
+    seen = [torch.cat([torch.ones(DRAFTS, n, dtype=torch.bool), tree], 1) for n in BEFORE]
+    mask = torch.cat([one.flatten() for one in seen])
+    batch.spec_info = SimpleNamespace(topk=topk, draft_token_num=DRAFTS, custom_mask=mask)
+    return batch, seen
+
+
+@pytest.mark.parametrize("topk", TREES)
+@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
+def test_drafts_are_verified_by_their_tree(topk: int) -> None:
+    rig = Rig()
+    backend = made(rig)
+    first = rig.batch(Mode.EXTEND, (0, 0), BEFORE)
+    k, v = (rig.rows(rows, (0, 0), BEFORE).flatten(1) for rows in (rig.k, rig.v))
+    backend.init_forward_metadata(first)
+    backend.forward(torch.randn(len(k), HEADS * DIM), k, v, layer(), first)
+    batch, seen = verifying(rig, topk)
+    q = torch.randn(2 * DRAFTS, HEADS, DIM)
+    backend.init_forward_metadata(batch)
+    k, v = (rig.rows(rows, BEFORE, AFTER).flatten(1) for rows in (rig.k, rig.v))
+    out = backend.forward(q.flatten(1), k, v, layer(), batch)
+    assert batch.seq_lens.tolist() == list(BEFORE), "SGLang's lengths stay"
+    for row, length in enumerate(AFTER):
+        heads = (one[row][:length].repeat_interleave(HEADS // KV_HEADS, 1) for one in (rig.k, rig.v))
+        some = slice(row * DRAFTS, (row + 1) * DRAFTS)
+        close(out[some], by_hand(q[some], *heads, seen[row], 0.3))
+
+
+def test_an_extension_of_drafts_is_an_extend_step() -> None:
+    rig, q = Rig(), torch.randn(9, HEADS * DIM)
+    k, v = (rig.rows(rows, (0, 0), (4, 5)).flatten(1) for rows in (rig.k, rig.v))
+    found = []
+    for mode in (Mode.EXTEND, Mode.DRAFT_EXTEND_V2):
+        backend, batch = made(rig), rig.batch(mode, (0, 0), (4, 5))
+        batch.spec_info = None if mode is Mode.EXTEND else SimpleNamespace()
+        backend.init_forward_metadata(batch)
+        found.append(backend.forward(q, k, v, layer(), batch))
+    torch.testing.assert_close(*found)
+
+
+LATENT, ROPE = 24, 8
+
+
+class LatentPool:
+    """As SGLang's MLATokenToKVPool: [slots, 1, D_c + D_r]."""
+
+    def __init__(self, slots: int, dtype: torch.dtype = torch.float32) -> None:
+        self.buffer = torch.zeros(slots, 1, LATENT + ROPE, dtype=dtype)
+
+    def set_kv_buffer(self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor) -> None:
+        self.buffer[loc_info.loc] = cache_k
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.buffer
+
+
+def latent_rig(page: int = PAGE) -> tuple[Rig, Any, list[torch.Tensor]]:
+    """A runner of latent attention, its absorbed layer, and the rows of both requests."""
+    rig = Rig(page)
+    rig.runner.use_mla_backend, rig.runner.token_to_kv_pool = True, LatentPool(17 * PAGE)
+    absorbed = layer(tp_k_head_num=1, qk_head_dim=LATENT + ROPE, v_head_dim=LATENT)
+    return rig, absorbed, [torch.randn(n, 1, LATENT + ROPE) for n in LENGTHS]
+
+
+def absorbed_by_hand(q: torch.Tensor, row: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    keys = row.expand(-1, HEADS, -1)
+    return by_hand(q, keys, keys[..., :LATENT], seen, 0.3)
+
+
+@pytest.mark.parametrize("page", [1, PAGE])
+@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
+def test_absorbed_latent_attention_reads_the_rows(page: int) -> None:
+    rig, own, rows = latent_rig(page)
+    backend = made(rig)
+    steps = [(Mode.EXTEND, (0, 0), (4, 5)), (Mode.EXTEND, (4, 5), (6, 9)), (Mode.DECODE, (6, 9), (7, 10))]
+    for mode, before, after in steps:
+        batch, k = rig.batch(mode, before, after), rig.rows(rows, before, after)
+        q = torch.randn(len(k), HEADS, LATENT + ROPE)
+        backend.init_forward_metadata(batch)
+        out, at = backend.forward(q, k, k[..., :LATENT], own, batch), 0
+        for row, first, last in zip(rows, before, after, strict=True):
+            some = slice(at, at := at + last - first)
+            seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
+            close(out[some], absorbed_by_hand(q[some], row[:last], seen))
+
+
+@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
+def test_drafts_of_latent_attention_are_verified_by_their_tree() -> None:
+    rig, own, rows = latent_rig()
+    backend = made(rig)
+    first, k = rig.batch(Mode.EXTEND, (0, 0), BEFORE), rig.rows(rows, (0, 0), BEFORE)
+    backend.init_forward_metadata(first)
+    backend.forward(torch.randn(len(k), HEADS, LATENT + ROPE), k, k[..., :LATENT], own, first)
+    batch, seen = verifying(rig, 2)
+    k, q = rig.rows(rows, BEFORE, AFTER), torch.randn(2 * DRAFTS, HEADS, LATENT + ROPE)
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q, k, k[..., :LATENT], own, batch)
+    for n, row in enumerate(rows):
+        some = slice(n * DRAFTS, (n + 1) * DRAFTS)
+        close(out[some], absorbed_by_hand(q[some], row[: AFTER[n]], seen[n]))
+
+
+def test_prompts_of_latent_attention_come_as_dense_heads() -> None:
+    rig, _, _ = latent_rig()
+    backend = made(rig)
+    dense = layer(tp_k_head_num=HEADS, qk_head_dim=DIM, v_head_dim=8)
+    batch = rig.batch(Mode.EXTEND, (0, 0), (4, 5))
+    batch.extend_prefix_lens_cpu = [0, 0]
+    q, k, v = torch.randn(9, HEADS, DIM), torch.randn(9, HEADS, DIM), torch.randn(9, HEADS, 8)
+    backend.init_forward_metadata(batch)
+    out = backend.forward(q, k, v, dense, batch, save_kv_cache=False)
+    for some in (slice(0, 4), slice(4, 9)):
+        seen = torch.ones(some.stop - some.start, some.stop - some.start, dtype=torch.bool).tril()
+        close(out[some], by_hand(q[some], k[some], v[some], seen, 0.3))
+    batch.extend_prefix_lens_cpu = [0, 3]
+    with pytest.raises(polyattn.UnsupportedRequestError, match="dense heads of prompts that have a cached prefix"):
+        backend.forward(q, k, v, dense, batch, save_kv_cache=False)
+
+
+def test_latent_attention_with_narrow_rows_or_sinks_is_refused() -> None:
+    for dtype, sinks, what in (
+        (torch.float8_e4m3fn, None, r"rows of torch\.float8_e4m3fn"),
+        (torch.float32, torch.zeros(HEADS), "sinks"),
+    ):
+        rig, own, _ = latent_rig()
+        rig.runner.token_to_kv_pool = LatentPool(17 * PAGE, dtype)
+        backend, batch = made(rig), rig.batch(Mode.DECODE, (6, 9), (7, 10))
+        backend.init_forward_metadata(batch)
+        with pytest.raises(polyattn.UnsupportedRequestError, match=f"latent attention with {what}"):
+            backend.forward(torch.randn(2, HEADS, LATENT + ROPE), None, None, own, batch, sinks=sinks)
 
 
 def test_a_backend_that_cannot_serve_says_why_at_the_first_layer() -> None:
@@ -288,3 +445,18 @@ def test_methods_have_the_parameters_of_sglangs_own(name: str) -> None:
         if p.kind != p.VAR_KEYWORD
     ]
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "module, name, members",
+    [
+        ("speculative/eagle_info.py", "EagleVerifyInput", ("custom_mask", "draft_token_num", "topk")),
+        ("model_executor/forward_batch_info.py", "ForwardMode", ("is_target_verify", "is_decode", "is_idle")),
+        ("mem_cache/memory_pool.py", "MLATokenToKVPool", ("set_kv_buffer", "get_key_buffer")),
+    ],
+)
+def test_what_is_read_of_sglangs_objects_is_there(module: str, name: str, members: tuple[str, ...]) -> None:
+    (kind,) = (n for n in real(f"sglang/srt/{module}").body if isinstance(n, ast.ClassDef) and n.name == name)
+    there = {n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    there |= {n.name for n in kind.body if isinstance(n, ast.FunctionDef)}
+    assert set(members) <= there

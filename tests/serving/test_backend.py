@@ -245,11 +245,11 @@ def test_a_profile_names_who_serves_each_layer(toys: Any) -> None:
         with torch.profiler.profile() as found:
             rig.step(mode, new)
         names.append([e.name for e in found.events() if e.name.startswith("polyattn.serving")])
-    toy, plain = "polyattn.serving toy@cpu", "polyattn.serving toy_plain@cpu"
-    assert names == [[toy] * 2, [plain] * 2, [f"{toy} and toy_plain@cpu"] * 2]
+    asked = [("extend", "toy@cpu"), ("decode", "toy_plain@cpu"), ("mixed", "toy@cpu and toy_plain@cpu")]
+    assert names == [[f"polyattn.serving {phase} layer {n} {by}" for n in range(2)] for phase, by in asked]
     with torch.profiler.profile() as found:
         rig.backend.forward(rig.random(4, 4, 16), None, None, rig.layers[0])
-    assert f"{toy} and toy_plain@cpu" in {e.name for e in found.events()}
+    assert "polyattn.serving mixed layer 0 toy@cpu and toy_plain@cpu" in {e.name for e in found.events()}
 
 
 def test_a_mixed_step_is_one_extend_where_one_backend_serves_both(toys: Any) -> None:

@@ -233,6 +233,11 @@ def test_steps_are_replayed_from_graphs() -> None:
     assert [output.token_ids for output in outputs] == [greedy(PROMPT, 5), greedy(PROMPT[:3], 5)]
     assert made.memory.graphs is not None
     assert made.memory.graphs.recorded == ((ForwardMode.DECODE, 2),)
+    with torch.profiler.profile() as found:
+        made.generate([PROMPT], params(3))
+    names = [event.name for event in found.events()]
+    # The prompt is cached but for its last token.
+    assert names.count("polyattn.serving decode replayed torch_sdpa@cpu") == 3
     assert engine().memory.graphs is None, "a CPU has none"
     assert engine(backend="torch_sdpa", graphs=False).memory.graphs is None
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from polyattn.errors import BackendUnavailableError, GraphError, InvalidInputError
+from polyattn.errors import BackendUnavailableError, InvalidInputError
 from polyattn.integrations.transformers.serving import CausalLMRunner
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
 from polyattn.serving.graphs.graphs import FakeGraph
 from polyattn.serving.kv_cache.pool import KVCacheConfig
 from polyattn.serving.recurrent import LinearChoice
+from polyattn.serving.step.batch import ForwardMode
 
 from .models import HYBRID, llama, prompt
 
@@ -134,6 +135,32 @@ def test_the_models_functions_are_its_own_again_after_a_step() -> None:
     assert module.torch_chunk_gated_delta_rule is before
 
 
-def test_steps_are_not_recorded_and_that_is_said() -> None:
-    with pytest.raises(GraphError, match="has layers of linear attention, whose steps are not recorded"):
-        engine("qwen3_next", graphs=FakeGraph).generate(PROMPTS[3:], GREEDY)
+# Experts of Qwen3-Next wait for the device: such a step cannot be recorded, which is not about linear attention.
+recordable = pytest.mark.parametrize("shape", [shape for shape in HYBRID if shape != "qwen3_next"])
+
+
+@recordable
+def test_decode_is_replayed_from_recordings(shape: str) -> None:
+    """Batches grow and shrink, rows are padded, and slots are those of each step's requests."""
+    made = engine(shape, 16, graphs=FakeGraph, backend="torch_sdpa", max_batch_tokens=13)
+    agree(shape, PROMPTS, made.generate(PROMPTS, GREEDY))
+    agree(shape, PROMPTS[::-1], made.generate(PROMPTS[::-1], GREEDY))
+    assert made.memory.graphs is not None
+    assert {size for _, size in made.memory.graphs.recorded} >= {2, 4}
+    made.check()
+
+
+@recordable
+@pytest.mark.parametrize("spec", [{"steps": 3}, {"steps": 2, "topk": 3, "draft_tokens": 8}], ids=["chain", "tree"])
+def test_verification_is_replayed_from_recordings(shape: str, spec: dict[str, Any]) -> None:
+    made = engine(
+        shape,
+        graphs=FakeGraph,
+        backend="torch_sdpa",
+        max_batch_tokens=48,
+        speculative=Speculative(CausalLMRunner(llama()), **spec),
+    )
+    agree(shape, PROMPTS, made.generate(PROMPTS, GREEDY))
+    assert made.memory.graphs is not None
+    assert ForwardMode.TARGET_VERIFY in {mode for mode, _ in made.memory.graphs.recorded}
+    made.check()

@@ -24,7 +24,7 @@ class Fresh:
     """
 
     def __init__(self, folder: Path, core: Path, borrowed: Path) -> None:
-        self.folder = folder
+        self.folder, self.core = folder, core
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("POLYATTN_", "PYTHON", "VIRTUAL_ENV"))}
         self.environ = {
             **inherited,

@@ -38,8 +38,8 @@ SHARED_MEMORY = {
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
-    (chunks of few keys, and of many), extend, decode or latent, whose dims are (D_c, D_r) and whose rows are of 656
-    bytes with kv_dtype fp8_e4m3.
+    (chunks of few keys, and of many), extend, decode, gdn and kda (chunks forward and backward; H_q heads of values) or
+    latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -306,12 +306,25 @@ def _chosen(problem: Problem) -> None:
     query, key, value = (_tensor(problem, 2, 600, H, d).transpose(1, 2) for H, d in ((H_q, D), (H_kv, D), (H_kv, D_v)))
     for count in (6, 2):
         sizes = torch.full((count,), 600 // count, dtype=torch.int32)
-        means, own = torch.zeros(2, H_kv, count, D), torch.arange(600) // (600 // count)
-        chosen, queries, firsts = chunks.choose(query, means, own, 2, None)  # type: ignore[misc]
-        pairs = (queries, torch.zeros_like(queries), torch.full((2, H_q, count + 1), 200, dtype=torch.int32))
-        lists = (own.to(torch.int32), sizes.cumsum(0, dtype=torch.int32) - sizes, sizes)
-        outs, lses = chunks.attend_chosen(query, key, value, pairs, lists, longest=600 // count, scale=0.1)
-        chunks.merge_chosen(outs, lses, chosen, firsts)
+        means, own = torch.zeros(2, H_kv, count, D), (torch.arange(600) // (600 // count)).to(torch.int32)
+        lists = (own, sizes.cumsum(0, dtype=torch.int32) - sizes, sizes, own)
+        chunks.attend_chosen(query, key, value, means, lists, 600 // count, 2, None, 0.1, None)
+    chunks.choose(query, means, own, 2, None)
+
+
+def _linear(problem: Problem) -> None:
+    from polyattn_triton.kernels import delta_chunks, delta_gradients
+
+    (H_v, H), (D, D_v), T = problem.heads, problem.dims, problem.queries
+    query, key = (_tensor(problem, 2, T, H, D) for _ in range(2))
+    value, beta = _tensor(problem, 2, T, H_v, D_v), _tensor(problem, 2, T, H_v)
+    gate, state = torch.empty(2, T, H_v, *((D,) if problem.call == "kda" else ())), torch.empty(2, H_v, D, D_v)
+    made = delta_chunks.prepare(query, key, gate, beta, scale=0.1, chunk=delta_chunks.chunk_of(query))
+    given = {"scale": 0.1, "turned": False}
+    delta_chunks.through(
+        query, key, value, state, made, out=torch.empty_like(value), last=torch.empty_like(state), **given
+    )
+    delta_gradients.gradients(value, state, query, key, value, gate, beta, state, made, **given)
 
 
 @functools.cache
@@ -397,6 +410,7 @@ def _no_further() -> None:
 
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
+_CALLS |= {"gdn": _linear, "kda": _linear}
 
 
 def call(problem: Problem) -> None:

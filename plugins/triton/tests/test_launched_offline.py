@@ -26,12 +26,15 @@ EVERYWHERE = (
     Problem("decode", (16, 64), kv_dtype="fp4_e2m1", kv_scales="block16", fresh=True),
     Problem("latent", (512, 64), heads=(16, 1)),
     Problem("chosen", (128, 128)),
+    Problem("gdn", (128, 128), heads=(4, 2), queries=300),
+    Problem("kda", (128, 128), heads=(4, 2), queries=300),
 )
 """The first: FP8 without scales, where columns are masked."""
 HOPPER = (
     Problem("extend", (128, 16), queries=64, kv_dtype="fp8_e5m2", kv_scales="token", mask="additive"),
     Problem("decode", (24, 16), heads=(2, 2), queries=33, mask="bool", off=1, page_size=1),
     Problem("latent", (512, 64), heads=(128, 1), page_size=64, mask="additive"),
+    *(Problem(rule, (128, 128), heads=(16, 8), queries=300) for rule in ("gdn", "kda")),
 )
 _QUANTISED = (("auto", ""), ("fp8_e4m3", "token"), ("int8", "head"), ("fp4_e2m1", "block16"))
 _ODD = ((24, 24), (40, 16), (72, 72), (96, 96), (192, 128), (80, 64))
@@ -128,6 +131,7 @@ NEAREST: dict[str, tuple[Problem, ...]] = {
         Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="bool"),
         Problem("latent", (512, 64), heads=(128, 1), queries=4, kv_dtype="fp8_e4m3", page_size=64),
         Problem("latent", (448, 128), heads=(128, 1), queries=4, page_size=64),
+        Problem("kda", (128, 128), heads=(4, 2), queries=300),
     ),
     # And to 99 KiB, where the tables are those of an A100.
     "cuda:86": (
@@ -143,6 +147,10 @@ NEAREST: dict[str, tuple[Problem, ...]] = {
         Problem("extend", (128, 128), queries=64, mask="additive", kv_dtype="fp4_e2m1", kv_scales="block16"),
         Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="additive", kv_dtype="fp8_e4m3", page_size=64),
         Problem("latent", (448, 128), heads=(16, 1), queries=4),
+        *(Problem(rule, (256, 256), heads=(4, 2), queries=300, dtype="float32") for rule in ("gdn", "kda")),
+    ),
+    "cuda:75": tuple(
+        Problem("kda", (256, 256), heads=(4, 2), queries=300, dtype=dtype) for dtype in ("bfloat16", "float32")
     ),
     "cuda:89": (Problem("decode", (256, 256), **_ROWS),),
     "cuda:120": (Problem("decode", (256, 256), **_ROWS),),

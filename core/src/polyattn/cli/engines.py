@@ -36,7 +36,13 @@ class _Engine:
 _SAME = (
     *("host", "port", "served_model_name", "trust_remote_code", "context_length", "max_running_requests"),
     *("max_queued_requests", "chunked_prefill_size", "max_total_tokens", "mem_fraction_static", "page_size"),
-    *("kv_cache_dtype", "disable_cuda_graph", "mm_attention_backend", "speculative_attention_mode"),
+    *(
+        "kv_cache_dtype",
+        "disable_cuda_graph",
+        "disable_radix_cache",
+        "mm_attention_backend",
+        "speculative_attention_mode",
+    ),
     *("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk"),
     "speculative_num_draft_tokens",
 )
@@ -50,7 +56,6 @@ _INSTALLED = {
         "polyattn",
         {
             **{name: f"--{name.replace('_', '-')}" for name in _SAME},
-            "prefix_caching": "--disable-radix-cache",
             "disable_cuda_graph": "",
         },
         {"bf16": "bfloat16"},
@@ -68,7 +73,7 @@ _INSTALLED = {
             "max_running_requests": "--max-num-seqs",
             "chunked_prefill_size": "--max-num-batched-tokens",
             "mem_fraction_static": "--gpu-memory-utilization",
-            "prefix_caching": "--no-enable-prefix-caching",
+            "disable_radix_cache": "--no-enable-prefix-caching",
             "page_size": "--block-size",
             "kv_cache_dtype": "--kv-cache-dtype",
             "disable_cuda_graph": "--enforce-eager",
@@ -99,7 +104,7 @@ def command_of(
     # What this command calls settings of attention is polyattn's own in there too; the rest is the engine's.
     chosen = {option.name for option in options_of("serve") if option.setting} - set(_SAME)
     for name, value in {**own, **given}.items():
-        if name in chosen or value is None or (value is False and name != "prefix_caching"):
+        if name in chosen or value is None or value is False:
             continue
         if name not in kind.flags:
             raise ConfigError(

@@ -53,6 +53,7 @@ class Option:
         kind: type of the value; bool is a switch. A flag that is not given is None, a switch False.
         help: what it says, a sentence. usual: what is taken where it is not given. metavar: the word for its value.
         panel: heading of the help it stands under. commands: who takes it. also: other flags of the same meaning.
+        default: the value where it is not given. least: the smallest that is taken.
         setting: whether it is a setting of `polyattn.selection.config.Settings`.
     """
 
@@ -65,6 +66,8 @@ class Option:
     usual: str = ""
     also: tuple[str, ...] = ()
     setting: bool = False
+    default: Any = None
+    least: int | None = None
 
     @property
     def flag(self) -> str:
@@ -82,12 +85,13 @@ class Option:
             metavar=None if switch else self.metavar or None,
             help=f"{self.help} Default: {self.usual}." if self.usual else self.help,
             rich_help_panel=self.panel,
+            min=self.least,
         )
-        kind: Any = self.kind if switch else self.kind | None
+        kind: Any = self.kind if switch or self.default is not None else self.kind | None
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=False if switch else None,
+            default=False if switch else self.default,
             annotation=Annotated[kind, told],
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,7 @@ from .causal_lm import (
     speculative_of,
 )
 from .engines import ENGINES, command_of, run_engine
-from .options import Device, Json, options_of, settings_of, with_options
+from .options import Device, Json, Option, options_of, settings_of, with_options
 from .rendering import facts, panel, screen, show_json
 
 if TYPE_CHECKING:
@@ -35,11 +34,61 @@ __all__ = ["serve"]
 
 SERVER, SIZES, PLAN = "Server", "Sizes", "Without running"
 
+OWN = (
+    Option(
+        "context_length",
+        int,
+        "Tokens of one request, prompt and answer.",
+        "TOKENS",
+        SIZES,
+        usual="the positions of the model",
+        least=1,
+    ),
+    Option("max_running_requests", int, "Requests that run at a time.", "N", SIZES, default=32, least=1),
+    Option(
+        "max_queued_requests",
+        int,
+        "Requests that may wait; more are answered with 429.",
+        "N",
+        SIZES,
+        default=1024,
+        least=0,
+    ),
+    Option(
+        "chunked_prefill_size",
+        int,
+        "Tokens of one step; longer prompts run in chunks.",
+        "TOKENS",
+        SIZES,
+        default=2048,
+        least=1,
+    ),
+    Option(
+        "max_total_tokens",
+        int,
+        "Tokens that the KV cache holds.",
+        "TOKENS",
+        SIZES,
+        usual="what all running requests need at full length; on a GPU no more than --mem-fraction-static allows",
+        least=1,
+    ),
+    Option(
+        "mem_fraction_static",
+        float,
+        "The share of a GPU's memory for weights and KV cache.",
+        "SHARE",
+        SIZES,
+        usual="0.88",
+    ),
+    Option("disable_radix_cache", bool, "Share no pages between prompts that begin alike.", "", SIZES),
+)
+"""Flags of sizes, which only a server has."""
+
 serve = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
 @serve.command("serve", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@with_options("serve")
+@with_options("serve", OWN)
 def serve_command(
     context: typer.Context,
     model_path: Annotated[
@@ -88,45 +137,6 @@ def serve_command(
             rich_help_panel=SERVER,
         ),
     ] = 120,
-    context_length: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Tokens of one request, prompt and answer. Default: the positions of the model.",
-            rich_help_panel=SIZES,
-        ),
-    ] = None,
-    max_running_requests: Annotated[
-        int, typer.Option(metavar="N", help="Requests that run at a time.", rich_help_panel=SIZES)
-    ] = 32,
-    max_queued_requests: Annotated[
-        int,
-        typer.Option(metavar="N", help="Requests that may wait; more are answered with 429.", rich_help_panel=SIZES),
-    ] = 1024,
-    chunked_prefill_size: Annotated[
-        int,
-        typer.Option(metavar="TOKENS", help="Tokens of one step; longer prompts run in chunks.", rich_help_panel=SIZES),
-    ] = 2048,
-    max_total_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Tokens that the KV cache holds. Default: what all running requests need at full length; on a GPU no "
-            "more than --mem-fraction-static allows.",
-            rich_help_panel=SIZES,
-        ),
-    ] = None,
-    mem_fraction_static: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="The share of a GPU's memory for weights and KV cache. Default: 0.88.",
-            rich_help_panel=SIZES,
-        ),
-    ] = None,
-    disable_radix_cache: Annotated[
-        bool, typer.Option(help="Share no pages between prompts that begin alike.", rich_help_panel=SIZES)
-    ] = False,
     device: Device = "auto",
     dry_run: Annotated[
         bool,
@@ -159,24 +169,19 @@ def serve_command(
     Backends, page size and dtype that are not given come from the environment and the config file. Flags that only
     --engine vllm or sglang has are passed on to it.
     """
-    sizes = _Sizes(
-        context_length,
-        max_running_requests,
-        max_queued_requests,
-        chunked_prefill_size,
-        max_total_tokens,
-        mem_fraction_static,
-        not disable_radix_cache,
-    )
+    share = given["mem_fraction_static"]
+    if share is not None and not 0 < share < 1:
+        raise ConfigError(f"--mem-fraction-static {share}: give a share between 0 and 1, such as 0.88")
     name = served_model_name or model_path
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine!r}: allowed are {', '.join(ENGINES)}.{did_you_mean(engine, ENGINES)}")
     if engine != "polyattn":
         own = {
             "host": host, "port": port, "served_model_name": served_model_name, "trust_remote_code": trust_remote_code,
-            **{key: value for key, value in dataclasses.asdict(sizes).items() if value != _USUAL[key]},
         }  # fmt: skip
-        words, variables = command_of(engine, model_path, own, given, context.args)
+        usual = {option.name: option.default for option in OWN}
+        asked = {flag: value for flag, value in given.items() if value != usual.get(flag)}
+        words, variables = command_of(engine, model_path, own, asked, context.args)
         if dry_run:
             _print_command(words, variables, as_json)
             return
@@ -195,32 +200,9 @@ def serve_command(
     if as_json:
         raise ConfigError("--json is the form of --dry-run's answer: add --dry-run, or leave it out")
     _serve(
-        folder_of(model_path), name, given, settings, sizes, levels,
+        folder_of(model_path), name, given, settings, levels,
         device=device, host=host, port=port, log_level=log_level, drain=drain_seconds, trust=trust_remote_code,
     )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    context_length: int | None = None
-    max_running_requests: int = 32
-    max_queued_requests: int = 1024
-    chunked_prefill_size: int = 2048
-    max_total_tokens: int | None = None
-    mem_fraction_static: float | None = None
-    prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        for field, least in (("max_queued_requests", 0), ("context_length", 1), ("max_total_tokens", 1)):
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise ConfigError(f"--{field.replace('_', '-')} {value}: give {least} or more")
-        share = self.mem_fraction_static
-        if share is not None and not 0 < share < 1:
-            raise ConfigError(f"--mem-fraction-static {share}: give a share between 0 and 1, such as 0.88")
-
-
-_USUAL = dataclasses.asdict(_Sizes())
 
 
 def _check_left(words: list[str]) -> None:
@@ -229,7 +211,7 @@ def _check_left(words: list[str]) -> None:
         return
     flag = words[0].partition("=")[0]
     shown = words[0] if len(words) == 1 or words[1].startswith("-") else f"{words[0]} {words[1]}"
-    known = [one for option in options_of("serve") for one in option.flags]
+    known = [one for option in (*options_of("serve"), *OWN) for one in option.flags]
     raise ConfigError(
         f"{shown}: polyattn's own engine has no flag {flag}.{did_you_mean(flag, known)} It runs a model on one device "
         f"as it was saved; add --engine sglang or --engine vllm, which pass their flags on to those engines, or leave "
@@ -250,7 +232,6 @@ def _serve(
     name: str,
     given: Mapping[str, Any],
     settings: Settings,
-    sizes: _Sizes,
     levels: tuple[int | None, ...],
     *,
     device: str,
@@ -265,10 +246,10 @@ def _serve(
     model, tokenizer = load_model(folder, device, **more), load_tokenizer(folder, **more)
     reader, why_not = load_images(folder, model, tokenizer)
     check_tower(given, why_not)
-    engine = _engine(model, given, settings, sizes, levels, device, more)
+    engine = _engine(model, given, settings, levels, device, more)
     overrides.check_components()  # every layer is built: what reached none never will
     app = server.build_app(
-        engine, model, tokenizer if reader is None else reader, name, waiting=sizes.max_queued_requests, drain=drain
+        engine, model, tokenizer if reader is None else reader, name, waiting=given["max_queued_requests"], drain=drain
     )
     console = screen(errors=True)
     for said in _unserved(model):
@@ -307,7 +288,6 @@ def _engine(
     model: Any,
     given: Mapping[str, Any],
     settings: Settings,
-    sizes: _Sizes,
     levels: tuple[int | None, ...],
     device: str,
     more: Mapping[str, Any],
@@ -317,18 +297,19 @@ def _engine(
 
     draft = given["speculative_draft_model_path"]
     steps = 0 if draft is None else 3 if levels[0] is None else levels[0]
-    runner = runner_of(model, (sizes.context_length or 0) + steps if sizes.context_length else 0)
-    length = sizes.context_length or max(runner.max_positions - steps, 0)
+    asked = given["context_length"]
+    runner = runner_of(model, asked + steps if asked else 0)
+    length = asked or max(runner.max_positions - steps, 0)
     cache = cache_for(runner, settings, given)
     return Engine(
         runner,
         EngineConfig(
             cache=cache,
-            pages=_pages(runner, cache, sizes, length),
-            max_requests=sizes.max_running_requests,
+            pages=_pages(runner, cache, given, length),
+            max_requests=given["max_running_requests"],
             max_tokens=length,
-            max_batch_tokens=sizes.chunked_prefill_size,
-            prefix_caching=sizes.prefix_caching,
+            max_batch_tokens=given["chunked_prefill_size"],
+            prefix_caching=not given["disable_radix_cache"],
             linear=linear_choice(given, runner),
             speculative=None
             if draft is None
@@ -338,18 +319,19 @@ def _engine(
     )
 
 
-def _pages(runner: Any, cache: KVCacheConfig, sizes: _Sizes, length: int) -> int:
+def _pages(runner: Any, cache: KVCacheConfig, given: Mapping[str, Any], length: int) -> int:
     """Return the pages of each group, 0 = as many as the running requests need at full length."""
     import torch
 
     from ..serving.kv_cache.pool import KVPool, attention_layers
 
-    if sizes.max_total_tokens is not None:
-        return 1 + -(-sizes.max_total_tokens // cache.page_size)
+    share = given["mem_fraction_static"]
+    if given["max_total_tokens"] is not None:
+        return 1 + -(-int(given["max_total_tokens"]) // cache.page_size)
     if runner.device.type != "cuda":
-        if sizes.mem_fraction_static is not None:
+        if share is not None:
             raise ConfigError(
-                f"--mem-fraction-static {sizes.mem_fraction_static}: {runner.device} has no memory of its own to take "
+                f"--mem-fraction-static {share}: {runner.device} has no memory of its own to take "
                 f"a share of; give --max-total-tokens"
             )
         return 0
@@ -358,8 +340,8 @@ def _pages(runner: Any, cache: KVCacheConfig, sizes: _Sizes, length: int) -> int
     small = KVPool(layers, cache, 1, requests=1, dtype=runner.dtype, device=runner.device)
     page = sum(tensor.nbytes for layer in layers for tensor in small.cache(layer.layer_id).tensors)
     free, total = torch.cuda.mem_get_info(runner.device)
-    room = int(total * (sizes.mem_fraction_static or 0.88)) - (total - free)
-    wanted = 1 + sizes.max_running_requests * -(-length // cache.page_size)
+    room = int(total * (share or 0.88)) - (total - free)
+    wanted = 1 + given["max_running_requests"] * -(-length // cache.page_size)
     pages = min(room // page, wanted)
     if pages < 2:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.text import Text
 
 from ..errors import BackendUnavailableError, ConfigError, UnsupportedRequestError
-from ..selection.inspection import what_if
+from ..selection.inspection import explain, what_if
 from ..selection.select import Selection
 from .causal_lm import folder_of, load_config
 from .explain import assumed, checked, here
@@ -28,7 +28,7 @@ PAGE_SIZES = (16, 64, 128, 32, 1)
 """Tried in this order where nobody names one: several kernels take one size only."""
 
 _USUAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-WORDS = {"extend": "prefill", "decode": "decode", "verify": "verify"}
+WORDS = {"extend": "prefill", "decode": "decode", "verify": "verify", "image": "images"}
 
 
 def print_plan(
@@ -57,6 +57,8 @@ def print_plan(
             for phase, selection in _phases(layer, dtype, given, settings, size, platform, installed).items()
         ],
     )
+    if tower := _tower(model, dtype, settings, platform, installed):
+        found.insert(0, (layers[0], "image", tower))
     if as_json:
         show_json(
             {"note": note, "page_size": size, "phases": [{"phase": WORDS[p], **s.to_dict()} for _, p, s in found]}
@@ -107,6 +109,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
     """Return one attention layer of each kind that the model has, its dtype, and what was assumed."""
     import torch
 
+    from ..integrations.transformers.chunks import chunks_of
     from ..serving.layer import AttentionLayer
 
     try:
@@ -115,7 +118,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
         words = ", ".join(f"{name} {value}" for name, value in _USUAL.items())
         return [AttentionLayer(0, **_USUAL)], torch.bfloat16, f"{exc}. Assumed instead, in bfloat16: {words}"
     dtype = getattr(config, "dtype", None) or torch.bfloat16
-    heads = config.num_attention_heads
+    heads, chunks = config.num_attention_heads, chunks_of(config)
     if rank := getattr(config, "kv_lora_rank", 0):
         rope, plain = config.qk_rope_head_dim, config.qk_nope_head_dim
         scale = (rope + plain) ** -0.5
@@ -125,6 +128,7 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "softcap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+        "dual_chunk": chunks,
     }
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -157,8 +161,7 @@ def _phases(
     return {
         phase: what_if(
             request,
-            platform=assumed(here()) if platform is None else checked(platform),
-            installed=[name.strip() for name in (installed or "").split(",") if name.strip()],
+            **_machine(platform, installed),
             backend=settings.attention_backend,
             prefill_backend=settings.prefill_attention_backend,
             decode_backend=settings.decode_attention_backend,
@@ -167,6 +170,37 @@ def _phases(
         )
         for phase, request in _requests(layer, cache, dtype, torch.device("cpu"), asked).items()
     }
+
+
+def _machine(platform: str | None, installed: str | None) -> dict[str, Any]:
+    return {
+        "platform": assumed(here()) if platform is None else checked(platform),
+        "installed": [name.strip() for name in (installed or "").split(",") if name.strip()],
+    }
+
+
+def _tower(model: str, dtype: Any, settings: Settings, platform: str | None, installed: str | None) -> Selection | None:
+    """Return who computes images, None where no config here has a tower for them."""
+    import torch
+
+    from ..serving.attention.multimodal import vision_attention
+
+    try:
+        vision: Any = getattr(load_config(folder_of(model)), "vision_config", None)
+    except ConfigError:
+        return None
+    if not hasattr(vision, "spatial_merge_size"):
+        return None
+    other = not (platform is None and installed is None)
+    device = torch.device("cuda" if torch.cuda.is_available() and not other else "cpu")
+    patches = torch.zeros(4, vision.num_heads, vision.hidden_size // vision.num_heads, dtype=dtype, device=device)
+    ends = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    # Of another machine only the request is taken from here, where the reference serves everything.
+    found = explain(vision_attention, patches, patches, patches, ends, 4, backend="reference" if other else None)
+    if not other:
+        return found
+    backend = settings.mm_attention_backend or settings.attention_backend
+    return what_if(found.request, **_machine(platform, installed), backend=backend, strict=settings.strict)
 
 
 def _topk(given: Mapping[str, Any]) -> int:
@@ -181,16 +215,12 @@ def _cache(settings: Settings, page_size: int) -> KVCacheConfig:
 
 def _requests(layer: AttentionLayer, cache: KVCacheConfig, dtype: Any, device: Any, asked: Asked) -> dict[Any, Any]:
     """Return what a layer asks for in each phase."""
-    from ..serving.attention.phases import layer_request
+    from ..serving.attention.choosing import layer_requests
     from ..serving.kv_cache.pool import KVPool
 
     # Of one page: what a layer's cache says of itself does not depend on its size.
-    small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device="cpu")
-    stored = small.cache(layer.layer_id).request_fields()
-    return {
-        phase: layer_request(layer, stored, phase=phase, dtype=dtype, device=device, topk=asked.topk)
-        for phase in asked.phases
-    }
+    small = KVPool([layer], cache, 1, requests=1, dtype=dtype, device=device)
+    return {**layer_requests(layer, small.cache(layer.layer_id).request_fields(), small, asked, ())}
 
 
 def cache_for(runner: Any, settings: Settings, given: Mapping[str, Any]) -> KVCacheConfig:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter"]
+__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TokenScorer"]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -97,6 +97,31 @@ class StepWriter(Protocol):
     def writer(self, tables: StepTables) -> Callable[[], None]:
         """Writes all of it on the current stream, at every call: the tensors stay where they are, what is in them
         changes."""
+
+
+class TokenScorer(Protocol):
+    """What `DeviceOps` may have beside writing rows, for indexers of DeepSeek sparse attention."""
+
+    def index_scores(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """Scores all tokens for queries, as `polyattn.semantics.token_index.index_scores`.
+
+        Args:
+            query: [T_q, H_i, D_i], in 16 bits or float32. weights: [T_q, H_i].
+            cache: [pages, page_size, D_i], or uint8 [pages, page_size, D_i + 4], rows of `token_index.pack_index`.
+            page_table, seq_lens, cu_seqlens_q, max_seqlen_q: of the step, as `PagedTables`.
+
+        Returns:
+            float32 [T_q, max_pages * page_size]; anything for tokens that a query does not see.
+        """
 
 
 class BlockOps(Protocol):
@@ -218,20 +243,22 @@ class BlockOps(Protocol):
         """
 
     def attend_chosen(
-        self, query: Tensor, key: Tensor, value: Tensor, pairs: tuple[Tensor, Tensor, Tensor],
-        chunks: tuple[Tensor, Tensor, Tensor], *, longest: int, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of queries to a chunk each, pair by pair.
+        self, query: Tensor, key: Tensor, value: Tensor, means: Tensor, chunks: tuple[Tensor, ...], longest: int,
+        kept: int, threshold: float | None, scale: float, packed: Any) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Attention of each query to the chunks that it chooses, as `choose`. None: too many. With a threshold it waits
+        for the device once.
 
         Args:
             query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v], of any strides.
-            pairs: int32 (queries [B, H_q, P], as of `choose`; order [B, H_q, P] and counts [B, H_q, C + 1] of its
-                chunks, as of `in_order`).
-            chunks: int32 (order [S], starts [C], sizes [C]): the tokens chunk after chunk, and where each chunk is.
-            longest: keys of the longest chunk. scale: of the logits.
+            chunks: int32 (order [S], starts [C], sizes [C], own [S]): the tokens chunk after chunk, where each chunk
+                is, and the chunk of each token. longest: keys of the longest. scale: of the logits.
+            packed: what attends where chunks are long, None = the kernel does. Of rows [B, h, P, D], gathered chunk
+                after chunk for some heads, how many each chunk has, int32 [B, h, C], and the slice of the heads of keys
+                it returns (outs [B, h, P, D_v], float32 lses [B, h, P]); rows behind a head's last pair may get
+                anything.
 
         Returns:
-            (outs [B, H_q, P, D_v] of the query's dtype; lses float32 [B, H_q, P], natural), in the order of chunks.
-            Those of pairs behind the last one of a head are anything.
+            (out [B, S, H_q, D_v] of the query's dtype; int32 [B, H_q, C], how many queries chose each chunk).
         """
 
     def merge_chosen(self, outs: Tensor, lses: Tensor, places: Tensor, firsts: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 
 from ..errors import BackendUnavailableError, GraphError, InvalidInputError, UnsupportedRequestError
 from .attention.backend import AttentionBackend
@@ -260,8 +261,13 @@ class Memory:
                 where = None
                 if not self._planned:
                     where = torch.tensor(batch.positions()) if positions is None else positions[0]
-                logits: Tensor = self.graphs.run(batch, ids, where)
-                return logits
+                logits: Tensor
+                if not _profiler._is_profiler_enabled:
+                    logits = self.graphs.run(batch, ids, where)
+                    return logits
+                with torch.profiler.record_function(f"polyattn.serving {self._replayed(mode)}"):
+                    logits = self.graphs.run(batch, ids, where)
+                    return logits
             except GraphError as exc:  # code of the model that waits for the device, such as some mixtures of experts
                 self._eagerly(exc)
         steps = self.backend.plan(batch)
@@ -270,6 +276,11 @@ class Memory:
             return self._forward(ids, self.backend.positions, kept, batch, steps)
         moved = [(self._tensor(at), features) for at, features in inserts]
         return self._forward(ids, positions.to(self.device), kept, batch, steps, moved)
+
+    def _replayed(self, mode: ForwardMode) -> str:
+        """Name a replayed step in a profile: its layers are ranges only while it is recorded."""
+        found = self.backend.explain()["decode" if mode is ForwardMode.DECODE else "verify"]
+        return f"{mode.name.lower()} replayed {found.id}"
 
     def slots(self, rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
         """Return where the last `counts` tokens of each row are in the caches: per group int64, of all rows one after

@@ -7,12 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..contract import Keep
 from ..dispatch.linear import linear_attention
 from ..errors import InvalidInputError
 from ..semantics.linear_conv import causal_conv
+from ..semantics.validation import unread
 from .layer import StateLayer
 from .step.batch import ForwardBatch, ForwardMode
 
@@ -68,14 +70,16 @@ class RecurrentLayers:
         self._batch: ForwardBatch | None = None
 
     def plan(self, batch: ForwardBatch, steps: Sequence[Step]) -> None:
-        """Take the step that `AttentionBackend.plan` gave steps for."""
-        self._batch = batch
-        self._slots, self._cu_seqlens = steps[0].state_slots, steps[0].cu_seqlens_q
-        self._rows = batch.sequences
+        """Take the step that `AttentionBackend.plan` gave steps for, or `AttentionBackend.steps` of a recorded one: all
+        that is read of it later has the size of the recording, and lies where each replay finds it."""
+        step = steps[0]
+        self._batch, self._rows = batch, step.sequences
+        self._slots, self._cu_seqlens = step.state_slots, step.cu_seqlens_q
         self._parents = None if batch.tree is None else batch.tree.parents
-        lens = set(batch.query_lens)
+        if step.fixed:
+            self._parents = None if step.tree_mask is None else _parents(step.tree_mask)
         # Rows of one length are a batch, whose lengths nobody has to read.
-        self._length = lens.pop() if len(lens) == 1 and not batch.padding else 0
+        self._uniform = step.fixed or (len(set(batch.query_lens)) == 1 and not batch.padding)
 
     def conv(self, layer_id: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The causal convolution of the new tokens. x: [T, C]. Returns [T, C]."""
@@ -110,18 +114,19 @@ class RecurrentLayers:
         else:
             (query, cu_seqlens), *rest = (self._packed(t) for t in tensors)
             tensors = (query, *(t for t, _ in rest))
-        out, states = linear_attention(
-            *tensors[:3],
-            gate=tensors[3],
-            beta=tensors[4],
-            state=self.states.tensor(layer_id, STATE),
-            state_slots=self._slots,
-            cu_seqlens=cu_seqlens,
-            every_state=verifies,
-            parents=self._parents if verifies else None,
-            backend=self.choice.of(self._batch.mode),
-            **options,
-        )
+        with unread():  # slots and parents are the pool's and the tree's own
+            out, states = linear_attention(
+                *tensors[:3],
+                gate=tensors[3],
+                beta=tensors[4],
+                state=self.states.tensor(layer_id, STATE),
+                state_slots=self._slots,
+                cu_seqlens=cu_seqlens,
+                every_state=verifies,
+                parents=self._parents if verifies else None,
+                backend=self.choice.of(self._batch.mode),
+                **options,
+            )
         if verifies:
             self._leave(layer_id, STATE, states)
         return out.flatten(0, 1)
@@ -136,10 +141,16 @@ class RecurrentLayers:
 
     def _packed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(tokens as the calls take them, where sequences of different lengths begin)."""
-        if self._length:
+        if self._uniform:
             return self._by_row(x), None
         return x[None], self._cu_seqlens
 
     def _leave(self, layer_id: int, name: str, states: Tensor) -> None:
         drafted = self.states.drafted(layer_id, name)
         drafted[:, : states.shape[1]].index_copy_(0, self._slots % len(drafted), states.to(drafted.dtype))
+
+
+def _parents(tree_mask: Tensor) -> Tensor:
+    """The parents that a tree's mask says, int64 [N, N_d]: of the drafts that each sees beside itself the last."""
+    earlier = tree_mask.tril(-1) * torch.arange(1, tree_mask.shape[1] + 1, device=tree_mask.device)
+    return earlier.amax(-1) - 1

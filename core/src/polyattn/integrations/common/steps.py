@@ -30,6 +30,7 @@ class HostStep:
         page_table: int32 [N, columns], the pages of each sequence. seq_lens: int32 [N], keys with the new ones.
         cu_seqlens_q: int32 [N+1], where the queries of each sequence begin. max_seqlen_q, max_seqlen_k: host ints, at
             least the longest. slots: int64 [T], page * page_size + place, -1 = padding. tokens: T without padding.
+        tree: bool [N, 1, max_seqlen_q, max_seqlen_k] of a step that verifies trees of drafts: what each draft sees.
     """
 
     page_table: Tensor
@@ -39,6 +40,16 @@ class HostStep:
     max_seqlen_k: int
     slots: Tensor
     tokens: int
+    tree: Tensor | None = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of polyattn's paged calls that speak of the step."""
+        return {
+            "page_table": self.page_table, "seq_lens": self.seq_lens, "cu_seqlens_q": self.cu_seqlens_q,
+            "max_seqlen_q": self.max_seqlen_q, "max_seqlen_k": self.max_seqlen_k,
+            **({} if self.tree is None else {"attn_mask": self.tree, "tree": True}),
+        }  # fmt: skip
 
 
 def requests_of(
@@ -85,9 +96,7 @@ def attend(
         [T, H_q, D_v]: `out` where it was given.
     """
     found: Tensor = paged_attention(
-        query, key_cache, value_cache,
-        page_table=step.page_table, seq_lens=step.seq_lens, cu_seqlens_q=step.cu_seqlens_q,
-        max_seqlen_q=step.max_seqlen_q, max_seqlen_k=step.max_seqlen_k,
+        query, key_cache, value_cache, **step.keywords,
         causal=layer.kind == "decoder", window=(layer.window, -1), softcap=layer.softcap, sinks=layer.sinks,
         scale=layer.scale, out=out, **more,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import GraphError, InvalidInputError, UnsupportedRequestError
+from ...errors import InvalidInputError, UnsupportedRequestError
 from ...serving.layer import AttentionLayer, StateLayer
 from ...serving.mla import LatentAttention
 from ...serving.recurrent import RecurrentLayers
@@ -127,12 +127,7 @@ class _Serving:
             positions = runner.turning.plan(positions)
         recurrent: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.recurrent is not None:
-            if not steps:
-                raise GraphError(
-                    f"{type(runner.model).__name__} has layers of linear attention, whose steps are not recorded; "
-                    "build the engine with graphs=False"
-                )
-            self.recurrent.plan(batch, steps)
+            self.recurrent.plan(batch, steps or self.backend.steps)
             recurrent = calling(runner.model, _Recurrent(self.recurrent, runner.recurrent))
         with attending(runner.configs, SERVING), replaced, recurrent:
             token = _step.set(self)

@@ -32,6 +32,8 @@ _LARGE = 4
 _STILL = 1e-4
 _FEW = 4
 """Rounds of k-means that are run without asking whether centroids still move."""
+_PLANES = 12
+"""Planes that tell clusters apart: more than log2 of what is alike among a thousand of them."""
 _DISTANCES = 1 << 26
 """Most distances of tokens to centroids that are computed at once."""
 
@@ -198,8 +200,10 @@ class SVG2:
                 )
             rounds, starts = self.more_rounds, list(before)
         made = [k_means(tensor, start, rounds) for tensor, start in zip(video, starts, strict=True)]
-        kept[KEPT] = tuple(one.centroids for one in made)
-        return made[0], made[1]
+        rows, keys = made
+        # Keys of clusters that are alike lie together from the next step on: kernels load them as one.
+        kept[KEPT] = (rows.centroids, keys.centroids if before is not None else _side_by_side(keys.centroids))
+        return rows, keys
 
 
 def k_means(points: Tensor, centroids: Tensor, rounds: int) -> Clusters:
@@ -228,6 +232,15 @@ def k_means(points: Tensor, centroids: Tensor, rounds: int) -> Clusters:
         if rounds > _FEW and bool(done):
             break
     return Clusters(labels, centroids, order)
+
+
+def _side_by_side(centroids: Tensor) -> Tensor:
+    """Sort centroids [B, H, C, D] so that neighbours are alike: by the sides of random planes that they are on."""
+    draw = torch.Generator().manual_seed(0)
+    planes = torch.randn(centroids.shape[3], _PLANES, generator=draw, dtype=centroids.dtype).to(centroids.device)
+    sides = (centroids - centroids.mean(2, keepdim=True)) @ planes > 0
+    number = (sides * 2 ** torch.arange(_PLANES, device=sides.device)).sum(-1)
+    return centroids.gather(2, number.argsort(dim=-1, stable=True)[..., None].expand(centroids.shape))
 
 
 def _means(points: Tensor, labels: Tensor, order: Order, centroids: Tensor) -> Tensor:
@@ -323,15 +336,21 @@ class _Side(NamedTuple):
     ahead: Tensor
 
     @classmethod
-    def of(cls, labels: Tensor, clusters: int, block: int, known: Order | None = None) -> _Side:
+    def of(cls, labels: Tensor, clusters: int, block: int, known: Order | None = None, work: Any = None) -> _Side:
+        """known: of the labels. work: [B, H, clusters], by which clusters have the first blocks; None = by number."""
         order, place, counts = known or Order.of(labels, clusters)
         filled = (counts + block - 1) // block
+        turn = None if work is None else work.argsort(dim=-1, descending=True, stable=True)
+        filled = filled if turn is None else filled.gather(-1, turn)
         ends = filled.cumsum(-1)
         first, ahead = ends - filled, counts.cumsum(-1) - counts
         # A cluster fills up at most one block: no size depends on the labels, and nothing waits for the device.
         number = labels.shape[2] // block + min(clusters, labels.shape[2])
         blocks = torch.arange(number, device=labels.device).expand(*labels.shape[:2], -1).contiguous()
         cluster = torch.searchsorted(ends, blocks, right=True)
+        if turn is not None:
+            first = torch.empty_like(first).scatter(-1, turn, first)
+            cluster = torch.nn.functional.pad(turn, (0, 1), value=clusters).gather(-1, cluster)
         inside = cluster.clamp(max=clusters - 1)
         done = (blocks - first.gather(-1, inside)) * block
         sizes = (counts.gather(-1, inside) - done).clamp(0, block).masked_fill(cluster == clusters, 0)
@@ -390,8 +409,11 @@ def clustered_attention(
     group, clusters = query.shape[1] // key.shape[1], seen.shape[2]
     # Larger blocks of queries load fewer keys; where clusters are small they would be mostly empty.
     block = 2 * _BLOCK if query.shape[2] >= _LARGE * _BLOCK * clusters else _BLOCK
-    rows = _Side.of(row_labels, clusters, block, orders[0])
-    keys = _Side.of(key_labels, seen.shape[3], _BLOCK, orders[1])
+    order = orders[1] or Order.of(key_labels, seen.shape[3])
+    keys = _Side.of(key_labels, seen.shape[3], _BLOCK, order)
+    # The longest lists first: programs that take turns with blocks have equal shares then.
+    length = seen.float() @ order.sizes.repeat_interleave(group, 1).float()[..., None]
+    rows = _Side.of(row_labels, clusters, block, orders[0], length[..., 0])
     columns = keys.cluster.repeat_interleave(group, 1)
     # Blocks of no cluster are seen by none. Lists are made for clusters, and are those of each of their blocks.
     block_map = torch.nn.functional.pad(seen, (0, 1), value=False)

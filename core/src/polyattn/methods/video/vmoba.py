@@ -27,8 +27,8 @@ NAME = "vmoba_attn"
 DENSITY = "density"
 _MOVED = 64
 """Rows that a kernel moves together."""
-_ROWS = 48
-"""Results of a query, over all heads, that are held at once."""
+_LONG = 512
+"""Keys of chunks for which a copy of queries costs less than the kernels of packed sequences save."""
 
 
 class Chunks(NamedTuple):
@@ -175,29 +175,39 @@ class VMoBA:
         ops = self._kernels(query.device, query.dtype, trained=wants_grad(query, key, value))
         if ops is None:
             return None
-        (B, H, S), group, count = query.shape[:3], query.shape[1] // key.shape[1], len(chunks.sizes)
+        (B, H, S), group = query.shape[:3], query.shape[1] // key.shape[1]
+        longest = max(chunks.sizes)
         if has_shapes_only(query):
-            return query.new_empty(B, H, S, value.shape[3])
-        pairs = ops.choose(query, chunk_means(key, chunks), chunks.own, cut.kept, self.threshold)
-        if pairs is None:
+            return None if longest >= _LONG else query.new_empty(B, H, S, value.shape[3])
+
+        def packed(rows: Tensor, counts: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+            """What is behind the last pair of a head is for a chunk without keys."""
+            number, P = rows.shape[1:3]
+            rest = P - counts.sum(-1, keepdim=True, dtype=torch.int32)
+            sizes = torch.nn.functional.pad(chunks.lengths, (0, 1)).repeat(B * number)
+            sides = [_packed(_in_chunks(t[:, keys], chunks), group) for t in (key, value)]
+            out, lse = inner.varlen(
+                rows.flatten(0, 2).unsqueeze(1),
+                *sides,
+                cu_seqlens_q=_cumulative(torch.cat([counts, rest], -1).flatten()),
+                cu_seqlens_k=_cumulative(sizes),
+                # Of a threshold it is known that some head has as many pairs, of a number of chunks that all have.
+                max_seqlen_q=S if self.threshold is None else max(S, P),
+                max_seqlen_k=longest,
+                return_lse=True,
+            )
+            return out.view(B, number, P, -1), lse.view(B, number, P)
+
+        found = ops.attend_chosen(
+            query, key, value, chunk_means(key, chunks),
+            (chunks.order.to(torch.int32), chunks.starts, chunks.lengths, chunks.own.to(torch.int32)),
+            longest, cut.kept, self.threshold, scale_of(inner, query),
+            packed if longest >= _LONG else None,
+        )  # fmt: skip
+        if found is None:
             return None
-        chosen, queries, firsts = pairs
-        out, all_counts = query.new_empty(B, S, H, value.shape[3]), []
-        lists = (chunks.order.to(torch.int32), chunks.starts, chunks.lengths)
-        # A query has a result for each chunk: those of some heads at once, where all would take all memory.
-        together = max(1, int(_ROWS * S / max(chosen.shape[2], 1) / group)) * group
-        for head in range(0, H, together):
-            mine, keys = slice(head, head + together), slice(head // group, (head + together) // group)
-            order, places, counts = ops.in_order(chosen[:, mine], count + 1)
-            outs, lses = ops.attend_chosen(
-                query[:, mine], key[:, keys], value[:, keys], (queries[:, mine], order, counts), lists,
-                longest=max(chunks.sizes), scale=scale_of(inner, query),
-            )  # fmt: skip
-            out[:, :, mine] = ops.merge_chosen(outs, lses, places, firsts[:, mine].contiguous())
-            all_counts.append(counts[..., :-1])
-            del outs, lses  # before the next ones take memory
-        kept[DENSITY] = _share(torch.cat(all_counts, 1), chunks, S)
-        return out.transpose(1, 2)
+        kept[DENSITY] = _share(found[1], chunks, S)
+        return found[0].transpose(1, 2)
 
     def _kernels(self, device: torch.device, dtype: torch.dtype, *, trained: bool) -> BlockOps | None:
         """Those of the device, if they make choices like these. They have no gradients."""
@@ -205,10 +215,12 @@ class VMoBA:
             return None
         return kernels_on(device, dtype)
 
-    def own_kernels(self, like: Like, trained: bool) -> tuple[str, ...]:
+    def own_kernels(self, place: Place, like: Like, trained: bool) -> tuple[str, ...]:
         """Return what a run is told of kernels that are no calls of families."""
         ops = self._kernels(like.device, like.dtype, trained=trained)
-        return () if ops is None else (f"chosen chunks: {ops.name}",)
+        cut = self.cut_of(place)
+        sizes = chunks_of(grid_of(place, NAME), cut.chunk, torch.device("cpu"), cut.option).sizes
+        return () if ops is None or max(sizes) >= _LONG else (f"chosen chunks: {ops.name}",)
 
     def density(self, plan: dict[str, Chunks], place: Place) -> Any:
         return (place.kept or {}).get(DENSITY)

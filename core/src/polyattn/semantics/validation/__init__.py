@@ -23,6 +23,7 @@ from .tensors import (
     has_shapes_only,
     local_only,
     overlaps_itself,
+    unread,
 )
 from .tree import check_tree
 from .varlen import PackedCheck, TensorGuards, check_cu_seqlens, check_lengths, check_varlen
@@ -60,4 +61,5 @@ __all__ = [
     "local_only",
     "overlaps_itself",
     "shares_memory",
+    "unread",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,11 +74,25 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
+_read: contextvars.ContextVar[bool] = contextvars.ContextVar("polyattn_read_contents", default=True)
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[None]:
+    """Leave the contents of tensors unread inside, for a caller that made them right itself: a step that is recorded
+    must read none on the host."""
+    token = _read.set(False)
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
 def contents_readable(tensor: Tensor) -> bool:
     """Return whether tensor contents are checked: on the CPU where there are any, on a device only under
     POLYATTN_VALIDATE=1."""
     if tensor.device.type == "cpu":
-        return not has_shapes_only(tensor)
+        return _read.get() and not has_shapes_only(tensor)
     # Only torch's CUDA builds can be asked whether they capture.
     return envvars.flag("POLYATTN_VALIDATE") and not (
         tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -41,9 +41,12 @@ __all__ = ["AttentionBackend"]
 _NONE: Mapping[int, Run] = {}
 
 
-def _profiled(run: Run, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool) -> Tensor:
-    """A layer's call, in a range of torch's profiler that says who serves it."""
-    with torch.profiler.record_function(f"polyattn.serving {run.by}"):
+def _profiled(
+    batch: ForwardBatch | None, run: Run, q: Tensor, k: Tensor | None, v: Tensor | None, save: bool
+) -> Tensor:
+    """A layer's call, in a range of torch's profiler that says its step's phase, the layer and who serves it."""
+    phase = "" if batch is None else f"{batch.mode.name.lower()} "
+    with torch.profiler.record_function(f"polyattn.serving {phase}layer {run.layer.layer_id} {run.by}"):
         return run(q, k, v, save)
 
 
@@ -197,7 +200,7 @@ class AttentionBackend:
         if run.layer is not layer:
             self._check_same(run.layer, layer)
         if _profiler._is_profiler_enabled:
-            return _profiled(run, q, k, v, save_kv_cache)
+            return _profiled(self._batch, run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     def check_layer(self, layer: AttentionLayer) -> None:
@@ -230,7 +233,7 @@ class AttentionBackend:
         if run.layer is not layer:
             self._check_same(run.layer, layer)
         if _profiler._is_profiler_enabled:
-            return _profiled(run, q, k, v, save_kv_cache)
+            return _profiled(self._batch, run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     def forward_extend(
@@ -252,7 +255,7 @@ class AttentionBackend:
         if run.layer is not layer:
             self._check_same(run.layer, layer)
         if _profiler._is_profiler_enabled:
-            return _profiled(run, q, k, v, save_kv_cache)
+            return _profiled(self._batch, run, q, k, v, save_kv_cache)
         return run(q, k, v, save_kv_cache)
 
     # The seed pages' names --------------------------------------------------------------------------------------------
@@ -383,6 +386,11 @@ class AttentionBackend:
             return self._planned[0][0].positions
         # Idle, or in two parts.
         return on_device(self._batch.positions(), self.pool.device)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What `plan` gave for the planned step: in a recorded one, tensors that no replay moves."""
+        return tuple(step for slot, _ in self._planned for step in slot.steps)
 
     @property
     def nbytes(self) -> int:

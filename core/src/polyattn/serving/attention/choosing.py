@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ..kv_cache.pool import KVPool, LayerCache
 
-__all__ = ["Served", "choose_layers"]
+__all__ = ["Served", "choose_layers", "layer_requests"]
 
 STATIC_SCALES = ("", "tensor", "head")
 """Granularities whose scales are set before a token is written; others are made of the tokens, by the pool."""
@@ -100,7 +100,7 @@ def choose_layers(
 
     def serve(layer: AttentionLayer, earlier: bool = False) -> dict[ServingPhase, Served]:
         cache = pool.cache(layer.layer_id)
-        requests = _requests(layer, cache.request_fields(), pool, asked, recorded, earlier)
+        requests = layer_requests(layer, cache.request_fields(), pool, asked, recorded, earlier)
         if (key := tuple(requests.values())) not in known:
             known[key] = choose_phases(requests, asked)
         served = {}
@@ -150,10 +150,17 @@ def _check_chunks(layer: AttentionLayer, pool: KVPool, asked: Asked) -> None:
         )
 
 
-def _requests(
+def layer_requests(
     layer: AttentionLayer, stored: Mapping[str, Any], pool: KVPool, asked: Asked, recorded: Collection[ServingPhase],
-    earlier: bool,
+    earlier: bool = False,
 ) -> dict[ServingPhase, AttentionRequest]:  # fmt: skip
+    """Return what a layer asks for in each phase.
+
+    Args:
+        stored: how its cache stores. pool: has the dtype and device of the queries. recorded: phases whose steps go
+            into device graphs. earlier: of dual chunk attention, the call over earlier chunks.
+    """
+
     def request(phase: ServingPhase) -> AttentionRequest:
         found = layer_request(
             layer, stored, phase=phase, dtype=pool.dtype, device=pool.device, topk=asked.topk,

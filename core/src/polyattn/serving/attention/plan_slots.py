@@ -294,6 +294,11 @@ class PlanSlot:
         return tuple(steps.values())
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """Return what `plan` gave last."""
+        return tuple(self._planned.steps.values())
+
+    @property
     def positions(self) -> Tensor:
         """Return the positions of the planned step's new tokens, which are the same in every group of the request
         table."""

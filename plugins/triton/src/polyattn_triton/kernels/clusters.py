@@ -156,7 +156,7 @@ def cluster_means(points: Tensor, order: Tensor, counts: Tensor, centroids: Tens
     if means.numel():
         _means[clusters, H, B](
             points, order, starts, counts, centroids.contiguous(), means, *points.stride()[:3], S, clusters, D=D,
-            WIDTH=triton.next_power_of_2(D), N=32, num_warps=4,
+            WIDTH=triton.next_power_of_2(D), N=64, num_warps=4,
         )  # fmt: skip
     return means
 

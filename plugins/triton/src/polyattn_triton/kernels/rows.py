@@ -17,7 +17,7 @@ import triton.language as tl  # isort: skip
 from polyattn_triton.kernels.block_sparse import head_at
 from polyattn_triton.kernels.rounding import cast
 
-__all__ = ["MOST", "gather", "integers", "product", "scatter", "scored", "top"]
+__all__ = ["MOST", "gather", "halves", "integers", "product", "scatter", "scored", "split", "top"]
 
 MOST = 8192
 """Scores of a row that `top` can choose from: they are all in registers."""
@@ -79,7 +79,7 @@ def _scatter(
 
 
 @triton.jit
-def _halves(x):
+def halves(x):
     """A float32 number as two of bfloat16, whose sum it is but for 2**-17 of it."""
     first = x.to(tl.bfloat16)
     return first, (x - first.to(tl.float32)).to(tl.bfloat16)
@@ -91,8 +91,8 @@ def product(x, y, acc, EXACT: tl.constexpr):
     if EXACT:
         acc = tl.dot(x, y, acc, input_precision="ieee")
     else:
-        x_1, x_2 = _halves(x)
-        y_1, y_2 = _halves(y)
+        x_1, x_2 = halves(x)
+        y_1, y_2 = halves(y)
         acc = tl.dot(x_1, y_1, acc)
         acc = tl.dot(x_1, y_2, acc)
         acc = tl.dot(x_2, y_1, acc)
@@ -146,7 +146,7 @@ def _scored(
                 acc = tl.dot(weights, v, acc, input_precision="ieee")
             else:
                 v_rest = tl.load(value_rest + v_at, mask=v_there, other=0.0)
-                first_half, second_half = _halves(weights)
+                first_half, second_half = halves(weights)
                 acc = tl.dot(first_half, v, acc)
                 acc = tl.dot(first_half, v_rest, acc)
                 acc = tl.dot(second_half, v, acc)
@@ -240,7 +240,7 @@ def scored(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> tu
     if scores.numel():
         exact = query.device.type != "cuda"
         given = (query, key, key if value is None else value)
-        halves = ((t, t) if exact else _split(t) for t in given)
+        halves = ((t, t) if exact else split(t) for t in given)
         _scored[triton.cdiv(n, 64), H, B](
             *(t for pair in halves for t in pair), scores, scores if out is None else out, n, m, scale, D=D, D_V=D_V,
             K=triton.next_power_of_2(D), K_V=triton.next_power_of_2(D_V), GROUP=H // H_kv, N=64, M=64,
@@ -249,8 +249,8 @@ def scored(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> tu
     return scores, out
 
 
-def _split(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as halves of bfloat16, see `_halves`."""
+def split(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as halves of bfloat16, see `halves`."""
     first = tensor.to(torch.bfloat16)
     return first, (tensor - first).to(torch.bfloat16)
 

@@ -42,6 +42,8 @@ FAILURES = 3
 """Steps that fail one after the other before a server calls itself ill."""
 
 _log = logging.getLogger("polyattn.serve")
+# transformers warns of every request that it got one.
+logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
 
 
 class _OneModel:
