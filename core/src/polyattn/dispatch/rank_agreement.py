@@ -67,15 +67,13 @@ def agree(request: AttentionRequest, asked: str, choice: str, why: str) -> None:
     ways = _ways.setdefault(request, {})
     way = ways.setdefault(asked, len(ways))
     key = f"polyattn/choice/{hashlib.sha256(repr(request).encode()).hexdigest()[:24]}/{way}"
-    rank = dist.get_rank()
     if store.add(f"{key}/count", 1) == 1:
-        store.set(key, f"{rank}\n{choice}\n{why}")
+        store.set(key, f"{dist.get_rank()}\n{choice}\n{why}")
         return
     other, chosen, reason = store.get(key).decode().split("\n", 2)
     if chosen != choice:
         raise ConfigError(
-            f"rank {rank} would serve {request.summary()} by {why}, and rank {other} began with {reason}: ranks of one "
-            f"job choose alike, from its first call to its last. Give them one tuning store (POLYATTN_TUNING_STORE) or "
-            f"copies of one, and measure before the job; or set POLYATTN_TUNING=off on all, or name one backend on all "
-            f"of them"
+            f"rank {dist.get_rank()} would serve {request.summary()} by {why}, and rank {other} began with {reason}: "
+            "ranks of one job choose alike. Give them one tuning store (POLYATTN_TUNING_STORE) or copies of one, and "
+            "measure before the job; or set POLYATTN_TUNING=off on all, or name one backend on all of them"
         )
