@@ -690,7 +690,7 @@ class Decoding:
         first = self.table.length(row)
         self.table.extend(row, len(key))
         pages = self.table.pages(row, 0)
-        slots = torch.tensor([pages[t // 4] * 4 + t % 4 for t in range(first, first + len(key))], dtype=torch.int64, device=DEVICE)
+        slots = torch.tensor([pages[t // 4] * 4 + t % 4 for t in range(first, first + len(key))], device=DEVICE)
         self.pool.write(0, slots, key.to(DEVICE), None if self.layer.latent else value.to(DEVICE))
 
     def step(self) -> None:
