@@ -18,7 +18,7 @@ import torch
 from polyattn import adapters
 from polyattn.contract import DeviceReport, Requirement
 from polyattn.errors import BackendUnavailableError, ConfigError
-from polyattn.registry import distributions
+from polyattn.registry import distributions, evidence
 from polyattn.registry.evidence import Evidence
 from polyattn.registry.manager import get_manager
 from polyattn.testing import AttentionConformance, recording
@@ -353,3 +353,27 @@ def test_a_run_of_vendor_code_becomes_evidence_of_what_ran(tmp_path: Path, monke
             recording.record_vendor_code("aiter@rocm", providers, passed=passed, **told)
     with pytest.raises(ConfigError, match="there is some of the device itself, which shows more"):
         recording.record_vendor_code("fa@cuda", ("fa2/flash-attn",), passed=3, **told)
+
+
+def test_kernels_that_were_compiled_become_evidence_of_each_chip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "evidence" / "aiter@rocm.json"
+    monkeypatch.setattr(evidence, "evidence_file", lambda origin, backend, platform: kept)
+    origin = recording._origin_of("aiter@rocm")
+    told: dict[str, Any] = {"versions": {"triton": "3.7.1"}, "command": "python run.py", "note": "compiled"}
+    path = recording.record_compiled(
+        "aiter@rocm", ("amd-aiter/triton",), ("paged",), kernels={"gfx942": 3, "gfx950": 4}, **told
+    )
+    assert path == kept
+    found = evidence.read_evidence(origin, "aiter", "rocm")
+    evidence.read_evidence.cache_clear()
+    (other,) = found.others
+    assert [(one.level, one.arch, one.passed, one.families, one.stale) for one in (found, other)] == [
+        ("compiled", "gfx942", 3, ("paged",), False),
+        ("compiled", "gfx950", 4, ("paged",), False),
+    ]
+    assert found.unseen == ("amd-aiter", "amd-aiter-0.1.7")
+    for kernels, words in (({}, "compiled for no architecture"), ({"gfx942": 0}, "0 cases of amd-aiter/triton passed")):
+        with pytest.raises(ConfigError, match=words):
+            recording.record_compiled("aiter@rocm", ("amd-aiter/triton",), ("paged",), kernels=kernels, **told)

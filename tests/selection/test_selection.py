@@ -202,7 +202,7 @@ def test_what_was_only_declared_is_never_picked_by_itself():
     assert chosen(declared, plain, what_if=True).backend == "declared"
 
 
-@pytest.mark.parametrize("evidence", ["hardware", "interpreter", "vendor code", "emulator"])
+@pytest.mark.parametrize("evidence", ["hardware", "interpreter", "vendor code", "emulator", "compiled"])
 def test_every_other_evidence_will_do_and_is_told(evidence):
     selection = chosen(offer("a", evidence=evidence))
     assert (selection.backend, selection.evidence) == ("a", evidence)

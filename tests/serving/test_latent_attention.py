@@ -61,6 +61,7 @@ class World:
         window: int = -1,
         topk: int = 2,
         prefill_backend: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.dtype, self.latent, self.window = dtype, latent, window
         self.layer = AttentionLayer(LAYER, H, 1, latent + rope, latent, scale=0.3, window=window, latent=True)
@@ -75,8 +76,9 @@ class World:
         self.table = RequestTable(6, LONGEST, page_size, [window], [allocator])
         limits = Limits(6, 80, LONGEST)
         self.backend = AttentionBackend(
-            [self.layer], self.pool, self.table, limits=limits, topk=topk, prefill_backend=prefill_backend
-        )
+            [self.layer], self.pool, self.table, limits=limits, topk=topk, prefill_backend=prefill_backend,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         self.attention = LatentAttention(self.backend, self.pool, policy)
         self.texts: dict[int, Text] = {}
 
@@ -196,6 +198,16 @@ def test_mixed_steps_are_absorbed(dtype):
     assert world.attention.decision.form == "absorbed"
     for row, got in found.items():
         assert far(got, world.wanted(row, len(got))) < EXACT[dtype]
+
+
+@torch.no_grad()
+def test_batch_invariant_prompts_are_absorbed_whatever_runs_beside_them():
+    world = World(torch.float32, policy=FORMS["chunked"], topk=0, batch_invariant=True)
+    one, two = world.add(1), world.add(2)
+    for new in ({one: 9, two: 4}, {one: 3, two: 17}):
+        found = world.step(ForwardMode.EXTEND, new)
+        assert world.attention.decision.form == "absorbed"
+        assert all(far(got, world.wanted(row, len(got))) < EXACT[torch.float32] for row, got in found.items())
 
 
 @torch.no_grad()

@@ -22,7 +22,8 @@ class LocalAttention(nn.Module):
     (`force_backend`, `configure`) still take effect later. Dropout applies in training mode only.
 
     Args:
-        causal, window, softcap, scale, layout, return_lse, deterministic, backend, chunk: as `polyattn.attention`.
+        causal, window, softcap, scale, layout, return_lse, deterministic, backend, chunk, batch_invariant: as
+            `polyattn.attention`.
         role: "self" or "cross", whose keys these are; None = not said.
         dropout_p: dropout on the attention weights while training.
     """
@@ -41,6 +42,7 @@ class LocalAttention(nn.Module):
         role: str | None = None,
         backend: str | None = None,
         chunk: int = 0,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {
@@ -54,6 +56,7 @@ class LocalAttention(nn.Module):
             "role": role,
             "backend": backend,
             "chunk": chunk,
+            "batch_invariant": batch_invariant,
         }
         self._infer: DenseSite = bind(**options)
         self._train: DenseSite = bind(**options, dropout_p=dropout_p) if dropout_p else self._infer

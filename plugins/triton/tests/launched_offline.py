@@ -38,8 +38,9 @@ SHARED_MEMORY = {
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
-    (chunks of few keys, and of many), extend, decode, gdn and kda (chunks forward and backward; H_q heads of values) or
-    latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
+    (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged), gdn and
+    kda (chunks forward and backward; H_q heads of values) or latent, whose dims are (D_c, D_r) and whose rows are of
+    656 bytes with kv_dtype fp8_e4m3.
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -150,6 +151,7 @@ def _pretend(target: str) -> list[Any]:
         if getattr(getattr(module, "architecture", None), "__module__", "").endswith(".choices"):
             module.architecture = lambda device: name
     paged.runtime.processors = facts["processors"]
+    paged.runtime.check_device = lambda device: None
     launched: list[Any] = []
 
     def compiles(kernel: Any, grid: Any) -> Any:
@@ -224,6 +226,24 @@ def _paged(problem: Problem) -> None:
         k_scale=scales[0], v_scale=scales[1], lse=torch.empty(T, H_q),
         out=torch.empty(T, H_q, problem.dims[1], dtype=getattr(torch, problem.dtype)), **more,
     )  # fmt: skip
+
+
+def _write_and_merge(problem: Problem) -> None:
+    """New rows are written to the cache; partial results are merged."""
+    from polyattn_triton.kernels.merge import merge
+    from polyattn_triton.kernels.write import write_kv
+
+    H_kv, T, dtype = problem.heads[1], 2 * problem.queries, getattr(torch, problem.dtype)
+    pages, stored = 2 * -(-300 // problem.page_size), _STORED.get(problem.kv_dtype, dtype)
+    caches = [torch.zeros(pages, problem.page_size, H_kv, d).to(stored) for d in problem.dims]
+    rows = [_tensor(problem, T, H_kv, d) for d in problem.dims]
+    scale = torch.ones(1) if problem.kv_scales else None
+    write_kv(
+        *rows, *caches, tables=_tables(problem)["tables"], page_size=problem.page_size, kv_dtype=problem.kv_dtype,
+        kv_scales=problem.kv_scales, k_scale=scale, v_scale=scale,
+    )  # fmt: skip
+    outs, lses = torch.empty(2, T, problem.heads[0], problem.dims[1]), torch.empty(2, T, problem.heads[0])
+    merge(outs, lses, out=outs[0].to(dtype), lse=lses[0])
 
 
 def _latent(problem: Problem) -> None:
@@ -410,7 +430,7 @@ def _no_further() -> None:
 
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
-_CALLS |= {"gdn": _linear, "kda": _linear}
+_CALLS |= {"gdn": _linear, "kda": _linear, "write": _write_and_merge}
 
 
 def call(problem: Problem) -> None:

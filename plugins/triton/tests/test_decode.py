@@ -15,7 +15,7 @@ from polyattn.semantics.reference import paged_attention, verify_mask
 from polyattn.testing.families.cached import in_tables
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.kernels.decode import Config, bounds, config_for, decode, items_for, parts_for
-from polyattn_triton.kernels.splits import FIELDS, Items
+from polyattn_triton.kernels.splits import FIELDS, Items, Shape
 
 Lengths = Sequence[tuple[int, int]]
 RAGGED: Lengths = ((1, 33), (1, 0), (1, 90))
@@ -331,6 +331,32 @@ def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(lens: Lengths) -> None:
         assert torch.equal(own, out[span])
         assert torch.equal(own_lse, lse[span])
         start += queries
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (700, 0)], ids=str)
+def test_batch_invariant_parts_follow_from_their_sequence_alone(window: tuple[int, int]) -> None:
+    """With 64 keys a block, as on a large device. A short sequence is cut as fine as it pays, a long one in 16."""
+    lengths = (1, 129, 2048, 2049, 40000)
+
+    def cuts(lens: tuple[int, ...], most: int) -> list[list[tuple[int, int]]]:
+        shape = Shape(len(lens), 2, 16, 64, most, 64, target=0, least=0, fixed=(2, 32), window=window, chunk=0)
+        items = Items(shape, lambda _, size: torch.empty(size, dtype=torch.uint8))
+        items.share_out(torch.tensor(lens, dtype=torch.int32), torch.arange(len(lens) + 1, dtype=torch.int32))
+        rows = [row for row in items.table.view(-1, FIELDS.value).tolist() if row[0] >= 0]
+        found = [[tuple(row[4:6]) for row in rows if row[0] == n] for n in range(len(lens))]
+        assert all(
+            len(own) == row[7] for own, row in zip(found, (r for r in rows if r[6] == rows.index(r)), strict=True)
+        )
+        return found
+
+    together = cuts(lengths, 40000)
+    for length, own in zip(lengths, together, strict=True):
+        assert own == cuts((length,), length)[0]
+        first = max(length - 1 - window[0], 0) // 64 * 64 if window[0] >= 0 else 0
+        assert (own[0][0], own[-1][1]) == (first, -(-length // 64) * 64)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(own))
+    if window[0] < 0:
+        assert [len(own) for own in together] == [1, 2, 16, 11, 20]
 
 
 def test_configurations_fit_any_head_dim() -> None:

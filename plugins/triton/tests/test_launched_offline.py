@@ -19,6 +19,7 @@ from polyattn_triton.kernels.decode import _LEAST, _fixed, config_for
 from polyattn_triton.kernels.extend import _straight, _widths
 from polyattn_triton.kernels.room import Room
 
+from . import compiled_evidence
 from .launched_offline import Problem, elsewhere, mistaken_products, wrong_descriptors
 
 EVERYWHERE = (
@@ -90,6 +91,14 @@ def _check(target: str, *problems: Problem) -> None:
 @pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942"])
 def test_compilers_take_what_is_launched(target: str) -> None:
     _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()))
+
+
+@pytest.mark.parametrize("chip", compiled_evidence.CHIPS)
+def test_what_is_evidence_for_chips_of_amd_is_compiled(chip: str, pytestconfig: pytest.Config) -> None:
+    every = tuple(compiled_evidence.problems())
+    full = pytestconfig.getoption("--polyattn-full")
+    some = every if full else [one for one in every if one.call == "write" or (one.call == "decode" and one.kv_scales)]
+    _check(f"hip:{chip}", *some)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

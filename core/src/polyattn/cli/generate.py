@@ -173,6 +173,7 @@ def generate(
             linear=linear_choice(given, runner),
             speculative=None if draft is None else speculative_of(load_model(draft, device), needed, *levels),
             graphs=not given["disable_cuda_graph"],
+            batch_invariant=given["batch_invariant"],
         ),
     )
     overrides.check_components()  # every layer is built: what reached none never will

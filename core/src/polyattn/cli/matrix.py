@@ -38,6 +38,7 @@ LEVELS = (
     ("interpreter", "conformance passed under Triton's interpreter, on a CPU"),
     ("vendor code", "the vendor's own code was run off the device"),
     ("emulator", "checked against an emulator of the documented operation"),
+    ("compiled", "compiled for the chip by Triton's own back end, and run by its interpreter alone"),
     ("declared", "read from documentation and source; nothing was run"),
     ("in part", "some of its providers were not run; `polyattn explain` has the evidence of the one that it takes"),
     ("up to", "the longest calls that passed had so many keys"),

@@ -204,6 +204,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("disable_cuda_graph", bool, "Record no device graphs of decode and verify steps.", "", CACHE, _ENGINE),
     Option(
+        "batch_invariant",
+        bool,
+        "Attention gives a request the same bits whatever is served beside it. Prompts then share no pages.",
+        "",
+        CACHE,
+        _ENGINE,
+    ),
+    Option(
         "speculative_draft_model_path",
         Path,
         "A folder with a smaller causal LM of the same vocabulary, which drafts.",

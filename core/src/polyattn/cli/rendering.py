@@ -55,6 +55,7 @@ STANDINGS = {
     "vendor": "good",
     "interp": "good",
     "emulator": "good",
+    "compiled": "good",
     "native": "good",
     "any": "good",
     "found": "good",

@@ -315,6 +315,7 @@ def _engine(
             if draft is None
             else speculative_of(load_model(draft, device, **more), length + steps, *levels),
             graphs=not given["disable_cuda_graph"],
+            batch_invariant=given["batch_invariant"],
         ),
     )
 

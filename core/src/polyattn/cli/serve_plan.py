@@ -151,7 +151,7 @@ def _phases(
 
     from ..serving.attention.phases import Asked, choose_phases
 
-    asked = Asked(topk=_topk(given))
+    asked = Asked(topk=_topk(given), batch_invariant=given["batch_invariant"])
     cache = _cache(settings, page_size)
     if platform is None and installed is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -232,7 +232,7 @@ def cache_for(runner: Any, settings: Settings, given: Mapping[str, Any]) -> KVCa
     from ..serving.attention.phases import Asked, choose_phases
     from ..serving.kv_cache.pool import attention_layers
 
-    asked = Asked(topk=_topk(given))
+    asked = Asked(topk=_topk(given), batch_invariant=given["batch_invariant"])
 
     def choose(size: int) -> None:
         for layer in attention_layers(runner.layers):

@@ -30,7 +30,7 @@ __all__ = [
     "conditions",
 ]
 
-EvidenceLevel = Literal["hardware", "interpreter", "vendor code", "emulator", "declared"]
+EvidenceLevel = Literal["hardware", "interpreter", "vendor code", "emulator", "compiled", "declared"]
 
 
 def conditions(**fields: Any) -> dict[str, Constraint]:

@@ -118,6 +118,7 @@ class Static(NamedTuple):
     deterministic: bool = False
     chunk: int = 0
     role: str | None = None
+    batch_invariant: bool = False
 
     def checked(self, layouts: tuple[str, ...] = validation.LAYOUTS) -> Static:
         names = ("causal", "window", "softcap", "scale", "layout", "dropout_p", "chunk")
@@ -125,7 +126,10 @@ class Static(NamedTuple):
         if self.role not in (None, "self", "cross"):
             raise InvalidInputError(f"role={scalars.shown(self.role)} must be 'self', 'cross' or None")
         lse, exact = scalars.flag("return_lse", self.return_lse), scalars.flag("deterministic", self.deterministic)
-        return self._replace(window=window, return_lse=lse, deterministic=exact, chunk=int(self.chunk))
+        alike = scalars.flag("batch_invariant", self.batch_invariant)
+        return self._replace(
+            window=window, return_lse=lse, deterministic=exact, chunk=int(self.chunk), batch_invariant=alike
+        )
 
     def fields(self, exact: bool | None = None) -> dict[str, Any]:
         """As request fields. exact: torch's deterministic switch; None = ask."""
@@ -140,6 +144,7 @@ class Static(NamedTuple):
             "dropout": float(self.dropout_p),
             "lse": bool(self.return_lse),
             "deterministic": bool(self.deterministic) or (torch_deterministic() if exact is None else exact),
+            "batch_invariant": self.batch_invariant,
             "cross": self.role == "cross",
         }
 

@@ -395,6 +395,7 @@ def attention(
     chunk: int = NO_CHUNK,
     alibi: Tensor | None = None,
     segments: Tensor | tuple[Tensor, Tensor] | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Softmax attention on dense tensors, by the best backend that can serve the call.
 
@@ -420,6 +421,7 @@ def attention(
         alibi: [H_q] slopes of a float dtype; adds -slope * distance to the logits (S8). It has no gradient.
         segments: int32 [B, S], or a pair ([B, S_q], [B, S_k]): a query sees the keys of its own number alone, as of
             packed documents (S8). Other rules hold beside it, with positions along the whole row.
+        batch_invariant: only a backend that gives a sequence the same bits whatever else is in its batch.
 
     Returns:
         out like query with D_v, or (out, lse). Rows that see no key are 0 with lse = -inf (S7).
@@ -428,10 +430,12 @@ def attention(
         InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
-    if chunk is not NO_CHUNK or place is not None or alibi is not None or segments is not None:
+    if chunk is not NO_CHUNK or place is not None or alibi is not None or segments is not None or batch_invariant:
         from .placed import at
 
-        own = (causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, None)
+        own = (
+            causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, None, batch_invariant,
+        )  # fmt: skip
         tensors = (query, key, value, attn_mask, sinks, out)
         return at(tensors, own, backend, None, place, added_tensors(alibi, segments))
     if _is_tracing():
@@ -469,6 +473,7 @@ def bind(
     role: str | None = None,
     backend: str | None = None,
     chunk: int = 0,
+    batch_invariant: bool = False,
 ) -> DenseSite:
     """Bind the static arguments of `attention` once, for the hottest paths and for layers.
 
@@ -481,7 +486,9 @@ def bind(
         A callable (query, key, value, attn_mask=None, sinks=None, out=None, place=None, alibi=None, segments=None), as
         `attention`.
     """
-    static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, role)
+    static = Static(
+        causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic, chunk, role, batch_invariant
+    )
     return DenseSite(static, backend)
 
 

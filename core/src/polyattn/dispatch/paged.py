@@ -81,7 +81,7 @@ def _no_grad(*tensors: Tensor | None) -> None:
 
 
 def _static(*given: Any) -> Static:
-    """(causal, window, softcap, scale, return_lse, deterministic, chunk), checked."""
+    """(causal, window, softcap, scale, return_lse, deterministic, chunk, role, batch_invariant), checked."""
     found: Static = site_of(_packed, (*given[:4], "THD", 0.0, *given[4:]))
     return found
 
@@ -223,6 +223,7 @@ def paged_attention(
     out: Tensor | None = None,
     chunk: int = 0,
     alibi: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Attention of packed queries over a paged KV cache; the queries are the last tokens of their sequences.
 
@@ -250,7 +251,7 @@ def paged_attention(
     Raises:
         As `polyattn.attention`; InvalidInputError when gradients are wanted.
     """
-    static = _static(causal, window, softcap, scale, return_lse, deterministic, chunk)
+    static = _static(causal, window, softcap, scale, return_lse, deterministic, chunk, None, batch_invariant)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     given: dict[str, Any] = dict(zip(_GIVEN, (key, value, attn_mask, sinks, k_scale, v_scale, out), strict=True))
     steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
@@ -262,7 +263,8 @@ def paged_attention(
 
 def _asked(backend: Any, given: dict[str, Any], request_of: Callable[..., AttentionRequest]) -> Asked:
     names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic", "chunk")
-    static = _static(*(given.pop(name, 0.0) for name in names))
+    said = [given.pop(name, 0.0) for name in names]
+    static = _static(*said, None, given.pop("batch_invariant"))
     tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
     request = request_of(static, tables, **given)
     return request, backend_name(backend), extent_of(request)(tables=tables)
@@ -335,6 +337,7 @@ def mla_attention(
     out: Tensor | None = None,
     chunk: int = 0,
     token_indices: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Multi-head latent attention over a paged latent cache, absorbed form.
 
@@ -355,7 +358,7 @@ def mla_attention(
     Raises:
         As `paged_attention`.
     """
-    static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk)
+    static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk, None, batch_invariant)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
     steps["token_indices"] = token_indices

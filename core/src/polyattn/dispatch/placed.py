@@ -80,10 +80,11 @@ def at(
 def _with_role(static: tuple[Any, ...], place: Any) -> tuple[Any, ...]:
     if not isinstance(place, Place):
         raise InvalidInputError(f"place is a {type(place).__name__}; a polyattn.video.Place is needed")
-    *rest, own = static
+    bound = Static(*static)
+    own = bound.role
     if own is not None and place.role is not None and own != place.role:
         raise InvalidInputError(f"the layer has role={own!r} and the place role={place.role!r}; leave one of them out")
-    return (*rest, place.role if own is None else own)
+    return bound._replace(role=place.role if own is None else own)
 
 
 @functools.lru_cache(maxsize=SITES_KEPT)

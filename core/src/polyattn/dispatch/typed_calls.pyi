@@ -26,6 +26,7 @@ class _Options(TypedDict, total=False):
     window: tuple[int, int]
     attn_mask: Tensor | None
     deterministic: bool
+    batch_invariant: bool
     backend: str | None
     out: Tensor | None
     chunk: int
@@ -84,6 +85,7 @@ class _BindOptions(TypedDict, total=False):
     layout: _Layout
     dropout_p: float
     deterministic: bool
+    batch_invariant: bool
     role: _Role | None
     backend: str | None
     chunk: int

@@ -135,6 +135,7 @@ def varlen_attention(
     out: Tensor | None = None,
     chunk: int = 0,
     alibi: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Softmax attention on sequences packed along one axis.
 
@@ -152,7 +153,7 @@ def varlen_attention(
     Raises:
         As `attention`.
     """
-    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic, chunk)
+    static = (causal, window, softcap, scale, "THD", dropout_p, return_lse, deterministic, chunk, None, batch_invariant)
     tracing = _is_tracing()
     if not tracing and not type(max_seqlen_q) is type(max_seqlen_k) is int:
         max_seqlen_q = scalars.length("max_seqlen_q", max_seqlen_q)

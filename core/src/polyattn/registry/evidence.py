@@ -202,9 +202,10 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
     return evidence
 
 
-def write_evidence(origin: str, evidence: Evidence) -> Path:
-    """Write `evidence` beside the plugin, with the hash of its sources as they are now. Earlier runs of its level stay
-    where they are not stale and had other providers: of those that take one call, a run shows the first it has."""
+def write_evidence(origin: str, evidence: Evidence, *more: Evidence) -> Path:
+    """Write `evidence` beside the plugin, with the hash of its sources as they are now; `more` are runs of other chips
+    beside it. Earlier runs of its level stay where they are not stale and had other providers: of those that take one
+    call, a run shows the first it has."""
     folder = Path(origin).parent
     try:
         before = read_evidence(origin, evidence.backend, evidence.platform)
@@ -213,7 +214,8 @@ def write_evidence(origin: str, evidence: Evidence) -> Path:
         runs = []
     beside = [one for one in runs if one.level == evidence.level and {*one.absent} != {*evidence.absent}]
     kept = [one for one in beside if not one.stale]
-    current = dataclasses.replace(evidence, digest=source_hash(folder, evidence.sources), others=tuple(kept))
+    first, *rest = (dataclasses.replace(one, digest=source_hash(folder, one.sources)) for one in (evidence, *more))
+    current = dataclasses.replace(first, others=(*rest, *kept))
     target = evidence_file(origin, evidence.backend, evidence.platform)
     target.parent.mkdir(exist_ok=True)
     target.write_text(current.to_json())

@@ -329,9 +329,10 @@ def _in_shared_layout(
     decode_backend: str | None = None,
     verify: Verifier | None = None,
     topk: int = 0,
+    batch_invariant: bool = False,
 ) -> KVCacheConfig:
     """The same cache in the layout that `negotiate_layout` finds."""
-    asked = Asked(backend, prefill_backend, decode_backend, verify, topk)
+    asked = Asked(backend, prefill_backend, decode_backend, verify, topk, batch_invariant=batch_invariant)
     # Of one page: beside `large`, what a layer's cache says of itself in a request does not depend on its size.
     small = KVPool(attention_layers(runner.layers), cache, 1, requests=1, dtype=runner.dtype, device=runner.device)
     wanted = {
@@ -342,6 +343,7 @@ def _in_shared_layout(
             dtype=runner.dtype,
             device=small.device,
             topk=topk,
+            batch_invariant=batch_invariant,
         ): asked.argument(phase)
         for layer in attention_layers(runner.layers)
         if not layer.kept[0].layout  # else it has its own, whatever the others share

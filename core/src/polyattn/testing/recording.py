@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from ..registry.evidence import Evidence, evidence_file, read_evidence, row_hash, source_hash, write_evidence
@@ -18,7 +19,7 @@ from .code_digest import code_digest
 from .report import UNTRIED, Report
 from .sources import sources_of
 
-__all__ = ["evidence_of", "record", "record_vendor_code", "refresh", "stale"]
+__all__ = ["evidence_of", "record", "record_compiled", "record_vendor_code", "refresh", "stale"]
 
 
 def record(report: Report) -> Path:
@@ -43,31 +44,63 @@ def record_vendor_code(
     Raises:
         ConfigError: nothing passed, or there is evidence of the device itself, which shows more.
     """
+    run = _off_chip("vendor code", backend, providers, passed, versions=dict(versions), command=command, note=note)
+    return write_evidence(_origin_of(backend), run)
+
+
+def record_compiled(
+    backend: str, providers: tuple[str, ...], families: tuple[str, ...], *, kernels: Mapping[str, int],
+    versions: Mapping[str, str], command: str, note: str,
+) -> Path:  # fmt: skip
+    """Write as evidence that all kernels of these providers were compiled for chips that are not here; the file's path.
+
+    That they compute the right numbers is for the interpreter to show, in the plugin's own tests.
+
+    Args:
+        backend, providers, versions, note: as `record_vendor_code`. families: that they serve. kernels: architecture ->
+            how many were compiled, none of which asked for more than the chip has.
+
+    Raises:
+        ConfigError: as `record_vendor_code`.
+    """
+    how: dict[str, Any] = {"versions": dict(versions), "command": command, "note": note, "families": families}
+    runs = [
+        _off_chip("compiled", backend, providers, count, arch=arch, device=", ".join(kernels), **how)
+        for arch, count in kernels.items()
+    ]
+    if not runs:
+        raise ConfigError(f"evidence of {backend} is not written: it was compiled for no architecture")
+    return write_evidence(_origin_of(backend), *runs)
+
+
+def _origin_of(backend: str) -> str:
     manager = get_manager()
     name, _, platform = backend.partition("@")
-    info = manager.backends[name, platform]
-    origin = manager.owner(info).origin
+    return manager.owner(manager.backends[name, platform]).origin
+
+
+def _off_chip(
+    level: str, backend: str, providers: tuple[str, ...], passed: int, *, arch: str = "", **more: Any
+) -> Evidence:
+    name, _, platform = backend.partition("@")
+    info, origin = get_manager().backends[name, platform], _origin_of(backend)
     chosen = [provider for provider in info.providers if provider.name in providers]
     if not passed or len(chosen) != len(providers):
         raise ConfigError(f"evidence of {backend} is not written: {passed} cases of {', '.join(providers)} passed")
     if read_evidence(origin, name, platform).level == "hardware":
         raise ConfigError(f"evidence of {backend} is not written: there is some of the device itself, which shows more")
-    return write_evidence(
-        origin,
-        Evidence(
-            backend=name,
-            platform=platform,
-            level="vendor code",
-            versions=dict(versions),
-            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            command=command,
-            passed=passed,
-            note=note,
-            sources=sources_of(origin, chosen),
-            code=code_digest(chosen),
-            absent=tuple(p.name for p in info.providers if p not in chosen and not p.planned),
-            rows=row_hash(chosen),
-        ),
+    return Evidence(
+        backend=name,
+        platform=platform,
+        level=level,
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        passed=passed,
+        sources=sources_of(origin, chosen),
+        code=code_digest(chosen),
+        absent=tuple(p.name for p in info.providers if p not in chosen and not p.planned),
+        arch=arch,
+        rows=row_hash(chosen, arch),
+        **more,
     )
 
 
@@ -106,8 +139,7 @@ def refresh(backend: str, platform: str) -> Path | None:
 
 
 def _origin(report: Report) -> str:
-    manager = get_manager()
-    return manager.owner(manager.backends[report.backend, report.platform]).origin
+    return _origin_of(f"{report.backend}@{report.platform}")
 
 
 def evidence_of(report: Report) -> Evidence:

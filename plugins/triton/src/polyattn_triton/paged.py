@@ -66,6 +66,7 @@ class _Call:
         }
         self.logits: dict[str, Any] = {"scale": self.scale, "softcap": r.softcap}
         self.seen: dict[str, Any] = {"causal": self.causal, "window": r.window, "chunk": r.chunk, "tree": r.tree}
+        self.single = r.s_relation == "one"
         self.window = bounds(self.causal, r.window, r.chunk)
         self.on_hopper = r.platform == "cuda" and hopper.takes(r)
         self.parts_on_hopper = r.platform == "cuda" and not r.batch_invariant and hopper.takes_parts(r)
@@ -160,7 +161,8 @@ class _Call:
             query.device, tables.seq_lens.shape[0], heads, query.shape[1] // heads, longest
         ):
             given |= {"tables": tables, **self.storage, **self.logits}
-            decode(query, key_cache, value_cache, invariant=r.batch_invariant, plan=plan, **given)
+            given |= {"invariant": r.batch_invariant, "single": self.single}
+            decode(query, key_cache, value_cache, plan=plan, **given)
         elif self._fits_hopper(key_cache, value_cache, tables, given):
             self._extend_on_hopper(
                 query, key_cache, value_cache, tables, causal=self.causal, left=r.window[0],
@@ -243,6 +245,7 @@ class _Session:
             chunk=r.chunk,
             kv_dtype=r.kv_dtype,
             invariant=r.batch_invariant,
+            single=call.single,
             allocate=slot.workspace,
         )
 

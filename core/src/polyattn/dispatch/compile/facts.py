@@ -65,7 +65,7 @@ def constants(static: Static) -> tuple[Any, ...]:
     return (
         *(static.causal, window, fixed_number(static.softcap), fixed_number(static.scale)),
         *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic),
-        *(fixed_int(static.chunk), static.role),
+        *(fixed_int(static.chunk), static.role, static.batch_invariant),
     )
 
 

@@ -81,6 +81,8 @@ class AttentionBackend:
             all of them; `seq_lens` counts the keys of this rank. The rank that keeps the new tokens is given their keys
             and values, the others None; all get the same results.
         linear: who serves layers of linear attention, which the model hands to `RecurrentLayers`.
+        batch_invariant: a row gets the same bits whatever else is in its step, its own queries and keys being the same.
+            The decoding rows of a mixed step then run apart from those that extend.
 
     Raises:
         UnsupportedRequestError, BackendUnavailableError: no backend serves a phase, or the phases' do not go together;
@@ -102,6 +104,7 @@ class AttentionBackend:
         encoder_table: RequestTable | None = None,
         ranks: Any = None,
         linear: LinearChoice | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         note_serving("AttentionBackend")
         layers = attention_layers(layers)
@@ -109,7 +112,7 @@ class AttentionBackend:
         self._tables = Tables(layers, pool, table, encoder_table, limits)
         self.layers = {layer.layer_id: layer for layer in layers}
         self.pool, self.limits, self.linear = pool, limits, linear or LinearChoice()
-        self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk, parted=ranks is not None)
+        self._asked = Asked(backend, prefill_backend, decode_backend, verify, topk, ranks is not None, batch_invariant)
         self._served = choose_layers(layers, pool, self._asked)
         self._workspaces = Workspaces(pool.device)
         self._buffers: dict[str, Buffers] = {}
@@ -124,6 +127,11 @@ class AttentionBackend:
         self._again: tuple[PlanSlot, ServingPhase] | None = None
         # The layers' calls once the step is prepared: under any name, and under the name of its mode.
         self._any = self._decode = self._extend = _NONE
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Return whether rows get the same bits whatever else is in their step."""
+        return self._asked.batch_invariant
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -446,7 +454,14 @@ class AttentionBackend:
         phase = self._phase(batch)
         if recorded:
             return [((phase, batch.sequences, batch.tokens), phase, self._drafts(batch), None)]
-        apart = batch.mode is ForwardMode.MIXED and self._differ and not batch.padding and self._tables.cross is None
+        mixed = batch.mode is ForwardMode.MIXED and self._differ
+        whole = bool(batch.padding) or self._tables.cross is not None
+        if mixed and whole and self.batch_invariant:
+            raise InvalidInputError(
+                "batch_invariant: a mixed batch with padding or with cross layers is one call, in which rows that "
+                "decode get other bits than in a decode batch; run the rows that decode in a batch of their own"
+            )
+        apart = mixed and not whole
         decode = [i for i, count in enumerate(batch.query_lens) if count == 1] if apart else []
         if not decode:
             return [("eager", phase, self._drafts(batch), None)]
@@ -461,7 +476,10 @@ class AttentionBackend:
 
     @functools.cached_property
     def _differ(self) -> bool:
-        """Return whether some layer extends and decodes by different backends."""
+        """Return whether some layer extends and decodes by different backends, or would give a row that decodes other
+        bits beside one that extends."""
+        if self._asked.batch_invariant:
+            return True
         pairs = zip(self._served["extend"].values(), self._served["decode"].values(), strict=True)
         return any(served_by(a.chosen.selection) != served_by(b.chosen.selection) for a, b in pairs)
 

@@ -164,7 +164,7 @@ def layer_requests(
     def request(phase: ServingPhase) -> AttentionRequest:
         found = layer_request(
             layer, stored, phase=phase, dtype=pool.dtype, device=pool.device, topk=asked.topk,
-            recorded=phase in recorded, parted=asked.parted, earlier=earlier,
+            recorded=phase in recorded, parted=asked.parted, earlier=earlier, batch_invariant=asked.batch_invariant,
         )  # fmt: skip
         if layer.dual_chunk is not None and asked.name(phase, found) == DUAL_CHUNK_BACKEND:
             return dataclasses.replace(found, method="dual_chunk").normalised()

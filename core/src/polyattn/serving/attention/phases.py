@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from ...contract import AttentionRequest
+from ...contract import AttentionRequest, scalars
 from ...contract.scalars import ENDLESS
 from ...dispatch.binding import Chosen, bind_selection, device_facts, dtype_name
 from ...errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError, did_you_mean
@@ -51,6 +51,7 @@ class Asked:
         verify: whose backend verifies drafts, "prefill" or "decode".
         topk: of speculation: 0 = none, 1 = chain, more = tree.
         parted: decoding requests have their keys on several ranks.
+        batch_invariant: rows get the same bits whatever else is in their step.
         scope: the `with` forms in force when the context was made.
     """
 
@@ -60,6 +61,7 @@ class Asked:
     verify: Verifier | None = None
     topk: int = 0
     parted: bool = False
+    batch_invariant: bool = False
     scope: Scope = dataclasses.field(default_factory=SCOPE.get)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,7 @@ class Asked:
             raise InvalidInputError(f"verify={self.verify!r}; it is 'prefill', 'decode' or None.{near}")
         if not isinstance(self.topk, int) or self.topk < 0:
             raise InvalidInputError(f"topk={self.topk!r}; it is 0 (no speculation), 1 (a chain) or more (a tree)")
+        scalars.flag("batch_invariant", self.batch_invariant)
 
     def argument(self, phase: ServingPhase) -> str | None:
         """The backend named for a phase."""
@@ -101,6 +104,7 @@ def layer_request(
     recorded: bool = False,
     parted: bool = False,
     earlier: bool = False,
+    batch_invariant: bool = False,
 ) -> AttentionRequest:
     """Return what a layer asks for in a phase.
 
@@ -109,7 +113,7 @@ def layer_request(
         dtype, device: of the queries. topk: as `Asked`. recorded: the phase's steps go into device graphs.
         parted: the keys of a decoding request lie on several ranks, and results are merged by their LSE; sinks belong
             to the last merge. earlier: the call over earlier chunks, of which some rows see fewer keys than they have
-            queries; calls of a layer with chunks are merged by their LSE too.
+            queries; calls of a layer with chunks are merged by their LSE too. batch_invariant: as `Asked`.
     """
     tree, parts = phase == "verify" and topk > 1, parted and phase == "decode"
     # A tree under a window is a mask of positions (`tree_windows`); the kernel's own window counts places.
@@ -140,6 +144,7 @@ def layer_request(
             "token_topk": layer.token_topk,
             "mask": "bool" if tree else "none",
             "graph_capture": "session" if recorded else False,
+            "batch_invariant": batch_invariant,
             **stored,
         }
     ).normalised()

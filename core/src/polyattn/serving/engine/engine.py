@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
+from ...contract import scalars
 from ...errors import InternalError, InvalidInputError
 from ..graphs.graphs import DeviceGraph
-from ..kv_cache.pool import KVCacheConfig
+from ..kv_cache.pool import KVCacheConfig, attention_layers
 from ..kv_cache.prefix_cache import check_namespace
 from ..memory import Memory, Runner, check_runner
 from ..recurrent import LinearChoice
@@ -26,6 +27,8 @@ __all__ = ["Engine", "EngineConfig", "Output"]
 
 PHASES = {"extend": "prefill", "decode": "decode", "verify": "verify"}
 """Phases of a request -> the words of the command line's flags."""
+_PIECE = 512
+"""Tokens of a prompt that run together under `batch_invariant`, at most: a budget of 2,048 has room for four."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,8 @@ class EngineConfig:
         speculative: None = plain decoding.
         graphs: replay decode and verify steps from device graphs, where the device has them; steps that cannot be
             recorded run eagerly, and a warning says why. Or what makes graphs: then that is an error.
+        batch_invariant: the attention of a request's tokens has the same bits whatever else is served beside it: see
+            `Scheduler`. Prefixes are then not shared. What the model computes beside attention is its own matter.
     """
 
     cache: KVCacheConfig = dataclasses.field(default_factory=KVCacheConfig)
@@ -57,6 +62,7 @@ class EngineConfig:
     linear: LinearChoice = dataclasses.field(default_factory=LinearChoice)
     speculative: Speculative | None = None
     graphs: bool | Callable[[], DeviceGraph] = True
+    batch_invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +125,13 @@ class Engine:
             "prefill_backend": config.prefill_backend,
             "decode_backend": config.decode_backend,
             "linear": config.linear,
+            "batch_invariant": config.batch_invariant,
         }
         self.memory = Memory(
             runner,
             config.cache,
             pages=config.pages or 1 + config.max_requests * -(-room // size),
-            prefixes=config.prefix_caching,
+            prefixes=config.prefix_caching and not config.batch_invariant,
             drafts=0 if spec is None else spec.draft_tokens,
             verify=None if spec is None else spec.verify,
             topk=0 if spec is None else spec.topk,
@@ -132,7 +139,12 @@ class Engine:
         )
         self._drafter = None if spec is None else Drafter(spec, config.cache, **both)
         self._scheduler = Scheduler(
-            self.memory, config.max_batch_tokens, self._drafts, self._released, _draft_until(spec, runner)
+            self.memory,
+            config.max_batch_tokens,
+            self._drafts,
+            self._released,
+            _draft_until(spec, runner),
+            _piece(config),
         )
         self._requests: dict[int, Request] = {}
         self._count = 0
@@ -555,6 +567,8 @@ def _check(config: EngineConfig, runner: Runner, drafts: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InvalidInputError(f"EngineConfig {name}={value!r}; {least} or more is needed, a whole number")
     spec = config.speculative
+    if scalars.flag("EngineConfig batch_invariant", config.batch_invariant):
+        _check_invariant(config, runner)
     if spec is not None and spec.runner.vocab_size != runner.vocab_size:
         raise InvalidInputError(
             f"the draft model has a vocabulary of {spec.runner.vocab_size}, the target of {runner.vocab_size}; drafts "
@@ -565,6 +579,27 @@ def _check(config: EngineConfig, runner: Runner, drafts: int) -> None:
             f"speculative topk={spec.topk} continuations of a vocabulary of {runner.vocab_size} cannot be had; lower "
             f"topk"
         )
+
+
+def _check_invariant(config: EngineConfig, runner: Runner) -> None:
+    if config.speculative is not None:
+        raise InvalidInputError(
+            "EngineConfig batch_invariant=True with speculative: which tokens are verified together follows from what "
+            "else there is room for; leave one of them out"
+        )
+    if len(attention_layers(runner.layers)) < len(runner.layers):
+        raise InvalidInputError(
+            "EngineConfig batch_invariant=True, and the model has layers that keep a state (linear attention), of "
+            "which it is not asked; leave it out"
+        )
+
+
+def _piece(config: EngineConfig) -> int:
+    """Tokens of a prompt in a step under `batch_invariant`, 0 = as many as there is room for: there is always room
+    for so many beside all others that decode."""
+    if not config.batch_invariant:
+        return 0
+    return max(min(_PIECE, config.max_batch_tokens - config.max_requests + 1), 1)
 
 
 def _draft_until(spec: Speculative | None, runner: Runner) -> int | None:

@@ -72,6 +72,9 @@ class Scheduler:
         released: called with a request that loses its row.
         draft_until: tokens of the longest request that drafts are made for, None = any: those after it would be at
             positions that a model does not know.
+        piece: 0 = prompts are cut as the budget allows. Else they are cut at multiples of so many tokens, whatever else
+            runs, and a request that lost its pages makes its own tokens anew one by one, as it made them first: the
+            calls that its tokens are in are then the same in every schedule.
 
     Attributes:
         waiting, running: by age; the last of those that run is the first to go.
@@ -84,9 +87,11 @@ class Scheduler:
         drafts: int,
         released: Callable[[Request], None],
         draft_until: int | None = None,
+        piece: int = 0,
     ) -> None:
         self.memory, self.table = memory, memory.table
         self.budget, self.drafts, self._released, self._draft_until = budget, drafts, released, draft_until
+        self._piece = piece
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._works: dict[Request, Work] = {}
@@ -188,10 +193,19 @@ class Scheduler:
         pending = self._pending(request)
         known = self._draft_until is None or len(request.tokens) <= self._draft_until
         drafts = self.drafts if pending == 1 and known and not request.siblings else 0
+        start = self.table.length(request.row)
         count = min(pending, self._left - drafts)
+        if self._piece:
+            whole = self._together(request, start)
+            count = whole if whole <= self._left else 0
         if count < 1:
             return None
-        return Work(request, self.table.length(request.row), count, count == pending, drafts)
+        return Work(request, start, count, count == pending, drafts)
+
+    def _together(self, request: Request, start: int) -> int:
+        """Tokens from `start` on that run in one step where there are pieces."""
+        end = min(start - start % self._piece + self._piece, request.prompt_tokens)
+        return max(end - start, 1)
 
     def _take(self, work: Work) -> None:
         self._works[work.request] = work

@@ -81,7 +81,12 @@ class LatentAttention:
         Args:
             batch: the step. steps: what `AttentionBackend.plan(batch)` gave, one for each group of the pool.
         """
-        self._decision = decide(batch.mode.value, batch.prefix_lens, batch.query_lens, self.policy)
+        if self.backend.batch_invariant:
+            self._decision = Decision(
+                "absorbed", "the other forms are chosen, and cut, by the lengths of all sequences"
+            )
+        else:
+            self._decision = decide(batch.mode.value, batch.prefix_lens, batch.query_lens, self.policy)
         self._lens, self._steps, self._pieces = (batch.prefix_lens, batch.query_lens), steps, {}
         self._written = set()
         self._lists.plan()

@@ -17,7 +17,7 @@ __all__ = ["COMMON", "keywords", "off_boundary_too"]
 COMMON = frozenset(
     (
         *("family", "dtype", "head_dim", "v_head_dim", "causal", "window", "softcap", "sinks", "mask", "scale"),
-        *("chunk", "lse", "deterministic", "s_relation", "zero_size"),
+        *("chunk", "lse", "deterministic", "batch_invariant", "s_relation", "zero_size"),
     )
 )
 """Fields that the public call of every softmax family can ask for (but for softcap and sinks in MLA's)."""
@@ -34,6 +34,7 @@ def keywords(call: Call) -> dict[str, Any]:
         "scale": r.scale,
         "return_lse": r.lse,
         "deterministic": r.deterministic,
+        "batch_invariant": r.batch_invariant,
         "attn_mask": call.tensors.get("mask"),
         **call.extra,
     }

@@ -429,8 +429,9 @@ class Config(NamedTuple):
 _LEAST = 64
 """Columns of a tile, at least: of FP4 that many (`cached.least`), of 16 bits a whole swizzle in shared memory, so that
 keys and values have the same, without which ptxas 12.8 miscompiles `wgmma` (`extend._widths` has the story)."""
-FIXED_KEYS = 2048
-"""Keys of a part of batch-invariant splits: a sequence of 32k keys is 16 parts."""
+FIXED_KEYS = (128, 2048)
+"""Keys of the shortest and of the longest part of batch-invariant splits: one of 2k keys is 16 parts, and so is one of
+32k."""
 
 _TILE_BYTES = {"hopper": 16384, "cuda": 16384, "other": 8192}
 """Of the keys of a tile, and of its values."""
@@ -548,13 +549,14 @@ def parts_for(programs: int, blocks: int, processors: int, resident: int) -> int
 def _cut(
     dims: tuple[int, int], dtype: torch.dtype, device: torch.device, heads: tuple[int, int], sequences: int,
     max_seqlen_q: int, max_seqlen_k: int, window: tuple[int, int], chunk: int, kv_dtype: str, invariant: bool,
-    config: Config | None, epoch: int,
+    single: bool, config: Config | None, epoch: int,
 ) -> tuple[Shape, Config]:  # fmt: skip
     """`items_for` without the memory."""
     rows = max_seqlen_q * (heads[0] // heads[1])
     if config is None:
-        config = config_for(device, dtype, _bits(dtype, kv_dtype), dims, 16 if invariant else rows, epoch)
-    keys = 64 if rules.INTERPRETED else FIXED_KEYS
+        own = 16 if invariant and not single else rows
+        config = config_for(device, dtype, _bits(dtype, kv_dtype), dims, own, epoch)
+    keys = (32, 64) if rules.INTERPRETED else FIXED_KEYS
     columns = heads[1] * -(-rows // config.M)
     processors = runtime.processors(device)
     longest = max_seqlen_k
@@ -573,7 +575,7 @@ def _cut(
         block=config.N,
         target=parts * sequences + spare,
         least=config.least,
-        fixed=keys // config.N if invariant else 0,
+        fixed=(max(keys[0] // config.N, 1), max(keys[1] // config.N, 1)) if invariant else None,
         window=window,
         chunk=chunk,
     )
@@ -593,6 +595,7 @@ def items_for(
     chunk: int,
     kv_dtype: str = "auto",
     invariant: bool = False,
+    single: bool = False,
     allocate: Allocate | None = None,
     config: Config | None = None,
 ) -> tuple[Items, Config]:
@@ -601,13 +604,14 @@ def items_for(
     Args:
         dims: (D, D_v). dtype: of the query. heads: (H_q, H_kv). sequences: N.
         window: causal is a right bound of 0, and so is chunk: see `bounds`.
-        invariant: parts of FIXED_KEYS keys, and tiles that are the same for all batches: a sequence's results do not
-            depend on what else is in the batch.
+        invariant: parts that follow from the sequence alone, and tiles that are the same for all batches: a sequence's
+            results do not depend on what else is in the batch. single: no batch has a sequence with several queries, so
+            that tiles may be as small as one needs.
         allocate: where memory comes from; None = torch. config: None = the table's.
     """
     shape, config = _cut(
-        dims, dtype, device, heads, sequences, max_seqlen_q, max_seqlen_k, window, chunk, kv_dtype, invariant, config,
-        EPOCH.value,
+        dims, dtype, device, heads, sequences, max_seqlen_q, max_seqlen_k, window, chunk, kv_dtype, invariant, single,
+        config, EPOCH.value,
     )  # fmt: skip
 
     def empty(name: str, size: int) -> Tensor:
@@ -641,14 +645,15 @@ def decode(
     out: Tensor,
     lse: Tensor | None = None,
     invariant: bool = False,
+    single: bool = False,
     plan: tuple[Items, Config] | None = None,
 ) -> None:
     """Attention of a few packed queries for each sequence over a paged cache (S9). Waits for nothing.
 
     Args:
         query to lse: as `kernels.extend.extend`.
-        invariant: as `items_for`. plan: what `items_for` gave, shared out for these lengths; None = made here, which
-            costs another launch.
+        invariant, single: as `items_for`. plan: what `items_for` gave, shared out for these lengths; None = made here,
+            which costs another launch.
     """
     T_q, H_q, D = query.shape
     page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k = tables[:5]
@@ -668,7 +673,7 @@ def decode(
             plan = items_for(
                 (D, E), query.dtype, query.device, heads=(H_q, heads), sequences=sequences, max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k, window=bounds(causal, window, chunk), chunk=chunk, kv_dtype=kv_dtype,
-                invariant=invariant,
+                invariant=invariant, single=single,
             )  # fmt: skip
             plan[0].share_out(seq_lens, cu_seqlens_q)
         assert plan is not None
@@ -676,8 +681,8 @@ def decode(
         columns = items.shape.columns
         numbers, constants = _fixed(
             query.device, query.dtype, (D, E), (H_q, heads), max_seqlen_q, page_size, kind, kv_scales, causal, window,
-            chunk, scale, softcap, masked, 0 if attn_mask is None else attn_mask.itemsize, tree, columns, invariant,
-            config,
+            chunk, scale, softcap, masked, 0 if attn_mask is None else attn_mask.itemsize, tree, columns,
+            invariant and not single, config,
         )  # fmt: skip
         try:
             with device_of(query):
@@ -704,7 +709,7 @@ def decode(
 def _fixed(
     device: torch.device, dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], max_seqlen_q: int,
     page_size: int, kind: str, kv_scales: str, causal: bool, window: tuple[int, int], chunk: int, scale: float,
-    softcap: float, masked: int, mask_bytes: int, tree: bool, columns: int, invariant: bool, config: Config,
+    softcap: float, masked: int, mask_bytes: int, tree: bool, columns: int, fixed_rows: bool, config: Config,
 ) -> tuple[tuple[float, ...], dict[str, Any]]:  # fmt: skip
     """What does not differ from layer to layer: numbers for the kernel, and what it is compiled for."""
     # A plan is made without knowing of masks.
@@ -713,7 +718,7 @@ def _fixed(
     left, right = bounds(causal, window, chunk)
     (D, E), group = dims, heads[0] // heads[1]
     block_d, block_e = max(power_of_2(D), _LEAST), max(power_of_2(E), _LEAST)
-    rows = config.M if invariant else min(config.M, power_of_2(max_seqlen_q * group))
+    rows = config.M if fixed_rows else min(config.M, power_of_2(max_seqlen_q * group))
     # In registers, of which two small programs on a processor leave enough for twice as many.
     merged = (4096 if config.resident <= 2 and rows <= 8 else 2048) * config.warps
     return (max(left, 0), max(right, 0), chunk, *rules.scales(scale, softcap)), {

@@ -2,7 +2,7 @@
 
 Work is cut into items: (sequence, range of keys). Their number is fixed by the host, as a graph needs it; how they are
 shared out follows from the lengths, without the host knowing them: one long sequence among many short ones still
-fills the chip. Batch-invariant splits have a fixed length instead, whatever else is in the batch.
+fills the chip. Batch-invariant splits follow from the sequence's own length instead, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ range [begin, end) of keys, the first item of the sequence, how many items the s
 Allocate = Callable[[str, int], Tensor]
 """(name, bytes) -> uint8, as `polyattn.contract.Slot.workspace`."""
 
+SHARES = tl.constexpr(16)
+"""Parts of a sequence in batch-invariant splits, where they are neither as short nor as long as a part may be."""
+
 
 @triton.jit(do_not_specialize=["count", "target", "left", "right", "chunk"])
 def _share_out(
@@ -43,6 +46,7 @@ def _share_out(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
+    FINEST: tl.constexpr,
     FIXED: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -62,7 +66,8 @@ def _share_out(
     high = tl.where(queries > 0, tl.cdiv(tl.minimum(end_key(s_k - 1, s_k, right, RIGHT), s_k), BLOCK_N), 0)
     blocks = tl.maximum(high - low, 0)
     if FIXED:
-        parts = tl.cdiv(high, FIXED) - low // FIXED
+        length = tl.minimum(tl.maximum(tl.cdiv(blocks, SHARES), FINEST), FIXED)
+        parts = tl.cdiv(high, length) - low // length
     else:
         # One for each sequence, and the others by length.
         total = tl.maximum(tl.sum(blocks.to(tl.int64), 0), 1)
@@ -79,8 +84,9 @@ def _share_out(
     own_blocks = tl.sum(tl.where(mine, blocks, 0), 0)
     part = item - first
     if FIXED:
-        begin = tl.maximum((first_block // FIXED + part) * FIXED, first_block)
-        end = tl.minimum((first_block // FIXED + part + 1) * FIXED, first_block + own_blocks)
+        own = tl.maximum(tl.sum(tl.where(mine, length, 0), 0), 1)  # of an item too many there is no sequence
+        begin = tl.maximum((first_block // own + part) * own, first_block)
+        end = tl.minimum((first_block // own + part + 1) * own, first_block + own_blocks)
     else:
         whole = tl.maximum(number, 1)
         begin = first_block + (part.to(tl.int64) * own_blocks // whole).to(tl.int32)
@@ -112,7 +118,7 @@ class Shape:
         sequences: N. columns: programs of an item, KV heads times tiles of rows. rows: of a tile. width: D_v.
         max_seqlen_k: at least the longest sequence. block: keys of a block.
         target: items that planned splits make at most, no fewer than `sequences`. least: blocks of the shortest part.
-        fixed: blocks of every part, 0 = planned from the batch.
+        fixed: blocks of the shortest and of the longest part, each from its sequence alone; None = from the batch.
         window, chunk: of the request, causal as a right bound of 0; they decide which keys are read at all.
     """
 
@@ -124,7 +130,7 @@ class Shape:
     block: int
     target: int
     least: int
-    fixed: int
+    fixed: tuple[int, int] | None
     window: tuple[int, int]
     chunk: int
 
@@ -133,8 +139,10 @@ class Shape:
         """Items there may be."""
         blocks = -(-self.max_seqlen_k // self.block)
         if self.fixed:
+            shortest, longest = self.fixed
             # A window need not start where a part does.
-            return self.sequences * max(-(-blocks // self.fixed), 1)
+            most = max(-(-blocks // longest), SHARES.value + 1)
+            return self.sequences * max(min(-(-blocks // shortest), most), 1)
         return min(self.target, self.sequences * max(blocks // self.least, 1))
 
 
@@ -179,7 +187,8 @@ class Items:
                 BLOCK=power_of_2(shape.sequences),
                 BLOCK_N=shape.block,
                 LEAST=shape.least,
-                FIXED=shape.fixed,
+                FINEST=(shape.fixed or (0, 0))[0],
+                FIXED=(shape.fixed or (0, 0))[1],
                 LEFT=left >= 0,
                 RIGHT=right >= 0,
                 CHUNK=shape.chunk > 0,
