@@ -55,7 +55,7 @@ def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
 def policy_of(policy: Policy, request: AttentionRequest, one: Measured) -> Policy:
     """A policy with what one measurement says, whatever the lengths."""
     order = tuple((name, "measured") for name in one.costs(recorded=bool(request.graph_capture)))
-    return _advised(policy, request, Advice(order, policy.avoid, policy.notes, one.kin, one.by))
+    return _advised(policy, request, Advice(order, policy.avoid, policy.notes, one.kin, one.by, bool(one.predicted)))
 
 
 def shipped_policy(
@@ -75,7 +75,9 @@ def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
     like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
-    tuned = tuple(Choice(parts(name)[0], why, like, said.by.get(name) or parts(name)[1]) for name, why in said.order)
+    how = "cost model" if said.predicted else "tuned"
+    kinds = [(*parts(name), said.by.get(name), why) for name, why in said.order]
+    tuned = tuple(Choice(name, why, like, by or kind, how) for name, kind, by, why in kinds)
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 
