@@ -165,8 +165,8 @@ def parts_of(call: Call, shape: Shape, clock: Clock, args: argparse.Namespace) -
         kernels = kernels_of(call)
         if row.attention:
             own = sum(ms for name, ms in kernels.items() if name in row.attention) / parts
-            found["rest_ms"] = round(found["inner_ms"] + found["rest_ms"] - own, 4)
-            found["inner_ms"] = round(own, 4)
+            found["rest_ms"] = round(found["rest_ms"] - own, 4)
+            found["inner_ms"] = round(found["inner_ms"] + own, 4)
         branch = sum(ms for name, ms in kernels.items() if row.branch and row.branch in name)
         if row.branch:
             found["branch_ms"] = round(branch / parts, 4)

@@ -9,6 +9,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- /table: NAME -->`; `TABL
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import re
 import sys
@@ -213,6 +214,24 @@ def fields_of_a_row() -> str:
     return table(("field", "a row says it", "meaning"), rows)
 
 
+def published(kind: str) -> str:
+    """The rows of SGLang's support matrix, each cell beside what is served here; a test asks selection for every one.
+
+    Args:
+        kind: B, paged caches, or C, latent ones.
+    """
+    file = DOCS.parent / "tests" / "selection" / "rules" / "test_matrix_b_c_d_e.py"
+    spec = importlib.util.spec_from_file_location("published_rows", file)
+    if spec is None or spec.loader is None:
+        sys.exit(f"{file} is not there, and has the cells of the table of published rows")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = []
+    for name, ((where, _, _), cells) in getattr(module, kind).items():
+        rows.append((f"`{name}`", where, *(cell.replace(": ", " / ") for cell in cells)))
+    return table(("backend", "asked on", *getattr(module, f"{kind}_COLUMNS")), rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     **{f"flags of {name}": lambda name=name: flags(name) for name in commands()},  # type: ignore[misc]
     "environment variables": variables,
@@ -222,6 +241,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fields of a row": fields_of_a_row,
     "rewrites": rewrites,
     "limits of rewrites": limits_of_rewrites,
+    "published rows of paged caches": lambda: published("B"),
+    "published rows of latent caches": lambda: published("C"),
 }
 """What a page may show -> who makes it."""
 

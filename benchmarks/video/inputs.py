@@ -26,7 +26,7 @@ class Row:
         inputs: {} = normal; else centres, strength, spread and region of planted clusters (`planted`).
         layers: whose calls are timed together. samples: places of a strategy file that are.
         density: what the bar is for; 0 = any. branch: a word in the names of a branch's kernels, which are no map.
-        attention: names of kernels that are attention itself, of a method that makes no calls of families.
+        attention: names of kernels that are attention itself, beside calls of families.
     """
 
     name: str

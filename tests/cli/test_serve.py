@@ -197,6 +197,23 @@ def test_phases_and_drafts_are_planned_by_their_own_flags(run: Run, tmp_path: Pa
     assert chosen == {"prefill": "torch_sdpa", "decode": "torch_native", "verify": "torch_native"}
 
 
+def test_a_plan_says_who_computes_images(run: Run, tmp_path: Path) -> None:
+    heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen2_5_VLConfig(text_config=heads, vision_config={"hidden_size": 160, "num_heads": 2})
+    config.save_pretrained(tmp_path)
+    words = ("--mm-attention-backend", "torch_sdpa", "--attention-backend", "torch_native")
+    done = run("serve", "--model-path", str(tmp_path), *words, "--dry-run", "--json")
+    assert done.code == 0, done.out
+    chosen = {entry["phase"]: (entry["backend"], entry["request"]["family"]) for entry in done.data["phases"]}
+    assert chosen["images"] == ("torch_sdpa", "varlen")
+    assert chosen["prefill"] == chosen["decode"] == ("torch_native", "paged")
+    (images,) = (entry for entry in done.data["phases"] if entry["phase"] == "images")
+    assert (images["request"]["heads"], images["request"]["head_dim"]) == (2, 80)
+    words = ("--mm-attention-backend", "fa3", *machine("cuda:sm90"))
+    done = run("serve", "--model-path", str(tmp_path), *words)
+    assert {entry["phase"]: entry["provider"] for entry in done.data["phases"]}["images"] == "fa3/sgl-kernel"
+
+
 def test_the_assumed_shape_is_a_layer() -> None:
     layers, dtype, note = serve_plan._layers("nobody/nothing")
     assert (layers[0].heads, layers[0].kv_heads, layers[0].head_dim, dtype) == (32, 8, 128, torch.bfloat16)

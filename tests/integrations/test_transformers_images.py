@@ -181,14 +181,19 @@ def test_what_cannot_be_served_is_said(model: Any, reader: ImageReader) -> None:
 
 
 def test_models_of_other_kinds_of_images_are_named() -> None:
-    def kind(name: str, **parts: Any) -> Any:
-        return type(name, (), {"model": type("Inner", (), parts)()})()
+    def kind(name: str, config: Any = None, **parts: Any) -> Any:
+        return type(name, (), {"model": type("Inner", (), parts)(), "config": config})()
 
     assert "does not place the tokens" in no_images_because(kind("Llava", get_image_features=1))
+    parts: dict[str, Any] = {"get_image_features": 1, "get_rope_index": 1}
+    assert "Odd has no image_token_id" in no_images_because(kind("Odd", **parts))
+    config = transformers.Qwen2_5_VLConfig()
+    assert "Odd has no language_model" in no_images_because(kind("Odd", config, **parts))
+    config.vision_config = transformers.LlamaConfig()
+    assert "Odd has no spatial_merge_size" in no_images_because(kind("Odd", config, **parts))
+    config = transformers.Qwen2_5_VLConfig()
     deep = type("Text", (), {"forward": lambda self, deepstack_visual_embeds: 0})()
-    assert "several layers" in no_images_because(
-        kind("Deep", get_image_features=1, get_rope_index=1, language_model=deep)
-    )
+    assert "several layers" in no_images_because(kind("Deep", config, **parts, language_model=deep))
 
 
 def generate(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> tuple[int, str]:

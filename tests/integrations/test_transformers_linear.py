@@ -136,3 +136,15 @@ def test_packed_rows_that_cannot_be_kept_apart_are_refused() -> None:
     x, starts = torch.randn(1, 4, 3), torch.tensor([0, 3])
     with pytest.raises(UnsupportedRequestError, match="activation 'gelu': silu is computed"):
         module.causal_conv1d_fn(x, torch.randn(4, 4), activation="gelu", cu_seq_lens_q=starts)
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("shape", list(HYBRID))
+def test_a_report_has_layers_of_both_kinds(shape: str) -> None:
+    model = HYBRID[shape](attn_implementation="polyattn")
+    found = pt.report(model, rows(), use_cache=False)
+    assert [line.selection.request.family for line in found] == ["linear", "dense"]
+    assert found[0].layer.startswith("model.layers.0.")
+    assert found[0].implementation == ("kda" if shape == "kimi_linear" else "gdn")
+    assert not linear._recorders
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
+from polyattn.dispatch.call_key import Static
+from polyattn.dispatch.dense import dense_request
+from polyattn.errors import InvalidInputError
 from polyattn.methods import bound
+from polyattn.methods.video.records import PORTABLE
+from polyattn.methods.video.vsa import VideoSparse
 from polyattn.video import Place
 
 GRID = (8, 12, 16)
@@ -75,7 +81,39 @@ def test_a_call_needs_no_contents(name: str, tmp_path: Path, monkeypatch: pytest
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+CAPTURED = ("sliding_tile_attn", "video_sparse_attn", "sla_attn", "window_video_attn")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "cpu"])
+def test_rows_say_which_calls_can_be_captured(platform: str) -> None:
+    from polyattn.registry.manager import get_manager
+
+    for name in OPTIONS:
+        (row,) = get_manager().backends[name, platform].providers[-1].rows
+        assert ("graph_capture" in row.allows) == (platform != "cpu" and name in CAPTURED), name
+
+
+def test_a_capture_needs_a_plan_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to a device cannot be captured. What an eager call planned is there for the captured one."""
+    name = "video_sparse_attn"
+    polyattn.configure(attention_backend_config={name: options(name, tmp_path, 2)})
+    inputs = [torch.randn(1, TOKENS, 2, 32) for _ in range(3)]
+    request = dense_request(Static(), *inputs, None, None, None)
+    request = dataclasses.replace(request, place=True, options=(("coarse", "off"), ("sparsity", 0.8)))
+    info = PORTABLE[name]
+    eager = bound.bind(VideoSparse, info, request).forward
+    captured = dataclasses.replace(request, graph_capture=True)
+    monkeypatch.setattr(bound, "_capturing", lambda device: True)
+    late = bound.bind(VideoSparse, info, captured).forward
+    with pytest.raises(InvalidInputError, match="has no plan for: make the same call once before the capture"):
+        late(*inputs, place=place())
+    monkeypatch.setattr(bound, "_capturing", lambda device: False)
+    right = eager(*inputs, place=place())
+    monkeypatch.setattr(bound, "_capturing", lambda device: True)
+    assert torch.equal(late(*inputs, place=place()), right)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_call_gives_what_an_eager_one_gives(name: str, tmp_path: Path, device: Callable[..., Any]) -> None:
     device("cuda", what="CUDA graphs of methods")
     polyattn.configure(attention_backend_config={name: options(name, tmp_path, 4)})

@@ -11,6 +11,7 @@ import transformers
 from polyattn.contract import Keep
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.integrations.transformers.serving import CausalLMRunner
+from polyattn.semantics.token_index import index_scores, unpack_index
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,
@@ -23,7 +24,7 @@ from polyattn.serving import (
     RequestTable,
 )
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
-from polyattn.serving.mla import Index, LatentAttention
+from polyattn.serving.mla import Index, LatentAttention, lists
 
 from .models import _COMMON, llama, prompt
 
@@ -147,6 +148,51 @@ def test_index_keys_of_eight_bits() -> None:
     same = [len({*a} & {*b}) for a, b in zip(found[0].tolist(), found[1].tolist(), strict=True)]
     assert sum(same) > 0.85 * 4 * 30  # neighbours at the edge change places
     assert found[0][:3].tolist() == found[1][:3].tolist() or same[:3] == [2, 3, 4]
+
+
+class Scorer:
+    """The kernels of a package, by the definition: pages in order, tokens that are not seen are NaN."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def index_scores(
+        self, query: Any, weights: Any, cache: Any, table: Any, lens: Any, starts: Any, longest: int
+    ) -> Any:
+        self.calls += 1
+        scores = torch.full((len(query), table.shape[1] * cache.shape[1]), float("nan"))
+        for n, keys in enumerate(lens.tolist()):
+            some = slice(int(starts[n]), int(starts[n + 1]))
+            rows = cache[table[n].long()].flatten(0, 1)[:keys]
+            rows = unpack_index(rows) if rows.dtype == torch.uint8 else rows
+            scores[some, :keys] = index_scores(query[some], rows, weights[some])
+        return scores
+
+
+@pytest.mark.parametrize("room", [2**26, 100])
+@pytest.mark.parametrize("keep", [Keep("index", "token", (16,), "float32"), Keep("index", "token", (20,), "uint8")])
+def test_scores_by_the_kernels_of_a_package(keep: Keep, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for scorer in (None, Scorer()):
+        monkeypatch.setattr(lists, "device_ops", lambda _, scorer=scorer: scorer)
+        monkeypatch.setattr(lists, "_ROOM", room)
+        torch.manual_seed(0)
+        table, attention, layer, _ = world(keep)
+        one, two = table.add(), table.add()
+        for mode, new in ((ForwardMode.EXTEND, {one: 21, two: 3}), (ForwardMode.DECODE, {one: 1, two: 1})):
+            for row, count in new.items():
+                table.extend(row, count)
+            counts = list(new.values())
+            batch = ForwardBatch(mode, list(new), [table.length(row) for row in new], counts)
+            attention.plan(batch, attention.backend.plan(batch))
+            attention.backend.prepare()
+            total = sum(counts)
+            index = Index(torch.randn(total, 8, 16), torch.randn(total, 16), torch.rand(total, 8))
+            attention._lists.write(layer, index)
+            found.append(attention._lists.of(layer, index).sort(1).values)
+        assert scorer is None or scorer.calls >= 2
+    for own, other in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(own, other)
 
 
 def test_a_layer_without_lists_before_it() -> None:

@@ -34,6 +34,7 @@ class TestRecords(AttentionRecords):
         "flashinfer_mla",
         "flashinfer_cudnn",
         "trtllm_mha",
+        "tokenspeed_mla",
         "trtllm_mla",
         "cutedsl_mla",
         "cutlass_mla",

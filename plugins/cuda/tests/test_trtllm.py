@@ -30,6 +30,7 @@ MLA = {
     for name, provider in (
         ("trtllm_mla", "flashinfer-python"),
         ("cutedsl_mla", "cutedsl/flashinfer-python"),
+        ("tokenspeed_mla", "flashinfer-python"),
         ("cutlass_mla", "sgl-kernel+flashinfer"),
     )
 }

@@ -326,6 +326,33 @@ def test_lists_emulated(case: Sparse, emulated: None) -> None:
     case.check("cpu")
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Sparse((4, 2), 100, 400, 64, (64, 64), packed=True, batch=2),
+        Sparse((6, 6), 70, 300, 64, (128, 64), packed=True, one_map=True),
+    ],
+    ids=str,
+)
+def test_keys_that_no_cache_holds_emulated(
+    case: Sparse, parts: int, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of the keys one after the other, some heads at a time."""
+    monkeypatch.setattr(block_sparse, "_CACHED", -(-4 * case.S_k * case.width // parts))
+    calls: list[Any] = []
+    launched = block_sparse._launched
+
+    def counted(*some: Any, **given: Any) -> None:
+        calls.append(given)
+        launched(*some, **given)
+
+    monkeypatch.setattr(block_sparse, "_launched", counted)
+    case.check("cpu")
+    heads = case.heads[1]
+    assert len(calls) == 2 * case.batch * len(range(0, heads, -(-heads // 4))) * parts
+
+
 @pytest.mark.parametrize(
     "case",
     [

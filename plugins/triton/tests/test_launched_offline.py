@@ -34,6 +34,7 @@ HOPPER = (
     Problem("extend", (128, 16), queries=64, kv_dtype="fp8_e5m2", kv_scales="token", mask="additive"),
     Problem("decode", (24, 16), heads=(2, 2), queries=33, mask="bool", off=1, page_size=1),
     Problem("latent", (512, 64), heads=(128, 1), page_size=64, mask="additive"),
+    *(Problem(rule, (128, 128), heads=(16, 8), queries=300) for rule in ("gdn", "kda")),
 )
 _QUANTISED = (("auto", ""), ("fp8_e4m3", "token"), ("int8", "head"), ("fp4_e2m1", "block16"))
 _ODD = ((24, 24), (40, 16), (72, 72), (96, 96), (192, 128), (80, 64))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import polyattn
+from polyattn.semantics.delta_rule import chunked_delta_rule
 from polyattn.semantics.reference import gated_delta_rule
-from polyattn_triton.kernels.delta_chunks import prepare, through
+from polyattn_triton.kernels.delta_chunks import Cut, chunk_of, prepare, through
+from polyattn_triton.kernels.delta_gradients import gradients
 
 from .test_metadata import DEVICE
 
@@ -190,6 +192,29 @@ def test_chunks_are_the_recurrence_however_fast_channels_decay(method: str, chun
     right = gated_delta_rule(**wide, state=first.double(), scale=0.3)
     for one, other in zip((out, last), right, strict=True):
         assert (one - other).norm() <= 5e-5 * other.norm()
+
+
+@pytest.mark.parametrize("cut", [Cut(16, 4, 3), Cut(32, 4, 3), Cut(64, 4, 2), Cut(32, 4, 2), Cut(128, 8, 2)])
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_however_a_state_is_cut_its_columns_are_the_same(method: str, cut: Cut) -> None:
+    """In halves, whose products are other instructions for each width, and of widths that fill a tile."""
+    torch.manual_seed(3)
+    query, key = (torch.nn.functional.normalize(torch.randn(1, 90, 1, 128), dim=-1) for _ in range(2))
+    gate = -torch.rand((1, 90, 2, 128) if method == "kda" else (1, 90, 2)).to(DEVICE)
+    drawn = (query, key, torch.randn(1, 90, 2, 128), torch.rand(1, 90, 2))
+    query, key, value, beta = (t.to(DEVICE, torch.bfloat16) for t in drawn)
+    first = torch.randn(1, 2, 128, 128, device=DEVICE)
+    made = prepare(query, key, gate, beta, scale=0.3, chunk=chunk_of(query))
+    given = {"scale": 0.3, "turned": False, "cut": cut}
+    out, last = torch.full_like(value, float("nan")), torch.full_like(first, float("nan"))
+    through(query, key, value, first, made, out=out, last=last, **given)
+    changes = gradients(value, first, query, key, value, gate, beta, first, made, collect=Cut(64, 4, 2), **given)
+    leaves = [t.double().requires_grad_() for t in (query, key, value, gate, beta, first)]
+    q, k, v, g, b, s = leaves
+    right = chunked_delta_rule(q, k, v, gate=g, beta=b, state=s, scale=0.3)
+    wanted = torch.autograd.grad(right, leaves, (value.double(), first.double()))
+    for one, other in zip((out, last, *changes), (*right, *wanted), strict=True):
+        assert (one - other).norm() <= 8e-3 * other.norm()
 
 
 def test_no_tokens_keep_the_state() -> None:

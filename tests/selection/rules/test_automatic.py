@@ -202,13 +202,7 @@ def test_musa_takes_sage_when_asked() -> None:
     assert any("approximate" in note for note in selection.notes)
 
 
-def test_planned_choices_are_marked() -> None:
-    fields = {**MLA, "phase": "decode", "s_relation": "one", "kv_dtype": "fp8_e4m3", "page_size": 64}
-    selection = what_if(
-        AttentionRequest(**fields), platform="cuda:sm100", installed=("flashinfer-python",), backend="tokenspeed_mla"
-    )
-    assert selection.planned
-    assert selection.evidence == "declared"
+def test_choices_of_today_are_not_planned() -> None:
     selection = what_if(AttentionRequest(**MHA), platform="cuda:sm90", installed=(FA3,))
     assert not selection.planned
     assert selection.evidence == "emulator"

@@ -44,11 +44,17 @@ def as_a_chain(request: AttentionRequest, tensors: tuple[Tensor, ...], given: Ch
     return {"parents": None}
 
 
+def late_border(request: AttentionRequest, tensors: tuple[Tensor, ...], given: Change) -> Change:
+    starts = given.get("cu_seqlens")
+    return {} if starts is None else {"cu_seqlens": torch.cat([starts[:1], starts[1:3] + 1, starts[3:]])}
+
+
 PLANTED = {
     "late_decay": ("the state decays after the update", late_decay),
     "dropped_chunk": ("the last chunk is dropped where it is not full", dropped_chunk),
     "turned_state": ("the state is read transposed", turned_state),
     "small_beta": ("betas are 3 % too small", unscaled_beta),
+    "late_border": ("packed sequences begin one token late", late_border),
     "chain": ("draft tokens follow each other, whatever their parents are", as_a_chain),
 }
 

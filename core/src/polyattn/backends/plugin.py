@@ -397,6 +397,7 @@ def _window_rows(platform: str) -> tuple[Row, ...]:
             scale=True,
             grad=QKV,
             misaligned=True,
+            graph_capture=platform in ("cuda", "rocm"),
             note="an order of tokens and a block map, for whoever serves block_sparse calls here",
         ),
     )

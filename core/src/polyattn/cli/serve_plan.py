@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.text import Text
 
 from ..errors import BackendUnavailableError, ConfigError, UnsupportedRequestError
-from ..selection.inspection import what_if
+from ..selection.inspection import explain, what_if
 from ..selection.select import Selection
 from .causal_lm import folder_of, load_config
 from .explain import assumed, checked, here
@@ -28,7 +28,7 @@ PAGE_SIZES = (16, 64, 128, 32, 1)
 """Tried in this order where nobody names one: several kernels take one size only."""
 
 _USUAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-WORDS = {"extend": "prefill", "decode": "decode", "verify": "verify"}
+WORDS = {"extend": "prefill", "decode": "decode", "verify": "verify", "image": "images"}
 
 
 def print_plan(
@@ -57,6 +57,8 @@ def print_plan(
             for phase, selection in _phases(layer, dtype, given, settings, size, platform, installed).items()
         ],
     )
+    if tower := _tower(model, dtype, settings, platform, installed):
+        found.insert(0, (layers[0], "image", tower))
     if as_json:
         show_json(
             {"note": note, "page_size": size, "phases": [{"phase": WORDS[p], **s.to_dict()} for _, p, s in found]}
@@ -159,8 +161,7 @@ def _phases(
     return {
         phase: what_if(
             request,
-            platform=assumed(here()) if platform is None else checked(platform),
-            installed=[name.strip() for name in (installed or "").split(",") if name.strip()],
+            **_machine(platform, installed),
             backend=settings.attention_backend,
             prefill_backend=settings.prefill_attention_backend,
             decode_backend=settings.decode_attention_backend,
@@ -169,6 +170,37 @@ def _phases(
         )
         for phase, request in _requests(layer, cache, dtype, torch.device("cpu"), asked).items()
     }
+
+
+def _machine(platform: str | None, installed: str | None) -> dict[str, Any]:
+    return {
+        "platform": assumed(here()) if platform is None else checked(platform),
+        "installed": [name.strip() for name in (installed or "").split(",") if name.strip()],
+    }
+
+
+def _tower(model: str, dtype: Any, settings: Settings, platform: str | None, installed: str | None) -> Selection | None:
+    """Return who computes images, None where no config here has a tower for them."""
+    import torch
+
+    from ..serving.attention.multimodal import vision_attention
+
+    try:
+        vision: Any = getattr(load_config(folder_of(model)), "vision_config", None)
+    except ConfigError:
+        return None
+    if not hasattr(vision, "spatial_merge_size"):
+        return None
+    other = not (platform is None and installed is None)
+    device = torch.device("cuda" if torch.cuda.is_available() and not other else "cpu")
+    patches = torch.zeros(4, vision.num_heads, vision.hidden_size // vision.num_heads, dtype=dtype, device=device)
+    ends = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    # Of another machine only the request is taken from here, where the reference serves everything.
+    found = explain(vision_attention, patches, patches, patches, ends, 4, backend="reference" if other else None)
+    if not other:
+        return found
+    backend = settings.mm_attention_backend or settings.attention_backend
+    return what_if(found.request, **_machine(platform, installed), backend=backend, strict=settings.strict)
 
 
 def _topk(given: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter"]
+__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TokenScorer"]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -97,6 +97,31 @@ class StepWriter(Protocol):
     def writer(self, tables: StepTables) -> Callable[[], None]:
         """Writes all of it on the current stream, at every call: the tensors stay where they are, what is in them
         changes."""
+
+
+class TokenScorer(Protocol):
+    """What `DeviceOps` may have beside writing rows, for indexers of DeepSeek sparse attention."""
+
+    def index_scores(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+    ) -> Tensor:
+        """Scores all tokens for queries, as `polyattn.semantics.token_index.index_scores`.
+
+        Args:
+            query: [T_q, H_i, D_i], in 16 bits or float32. weights: [T_q, H_i].
+            cache: [pages, page_size, D_i], or uint8 [pages, page_size, D_i + 4], rows of `token_index.pack_index`.
+            page_table, seq_lens, cu_seqlens_q, max_seqlen_q: of the step, as `PagedTables`.
+
+        Returns:
+            float32 [T_q, max_pages * page_size]; anything for tokens that a query does not see.
+        """
 
 
 class BlockOps(Protocol):

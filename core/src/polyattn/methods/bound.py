@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from ..selection.select import Selection
 
 __all__ = ["bind"]
 
+_EAGER: weakref.WeakValueDictionary[tuple[str, AttentionRequest], _Attend] = weakref.WeakValueDictionary()
+"""By backend and request, the calls that are not captured, for as long as somebody holds them."""
 _AUTOMATIC: overrides.Scope = (overrides.AUTOMATIC, "", "")
 _PLANS_KEPT = 16
 
@@ -33,7 +36,13 @@ def bind(target: Any, backend: BackendInfo, request: AttentionRequest) -> Bound:
     Args:
         target: makes a `polyattn.contract.Method` of the backend's options. request: with these options.
     """
-    return Bound(_Attend(target(**dict(request.options)), backend.name, request))
+    key = (backend.name, dataclasses.replace(request, graph_capture=False))
+    attend, before = _Attend(target(**dict(request.options)), backend.name, request), _EAGER.get(key)
+    if not request.graph_capture:
+        _EAGER[key] = attend
+    elif before is not None:  # a plan is copied to the device, which no capture can do
+        attend.as_planned_by(before)
+    return Bound(attend)
 
 
 class _Inner:
@@ -83,6 +92,10 @@ class _Asking(_Inner):
         return (out, query.new_empty(query.shape[:-1], dtype=wide)) if given.get("return_lse") else out
 
 
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class _Attend:
     """`DenseForward` of a method."""
 
@@ -94,6 +107,10 @@ class _Attend:
         self._plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._planned)
         self._misspelt = functools.lru_cache(maxsize=_PLANS_KEPT)(self._slip)
         self._kernels: dict[tuple[Hashable, ...], tuple[str, ...]] = {}
+
+    def as_planned_by(self, other: _Attend) -> None:
+        """Take the method of a like call, with the plans that it has made."""
+        self._method, self._plan = other._method, other._plan
 
     def __call__(
         self,
@@ -176,6 +193,11 @@ class _Attend:
         return Like(batch, heads, key.shape[h], tokens, query.shape[3], query.dtype, query.device)
 
     def _planned(self, shared: _Shared, like: Like) -> Any:
+        if _capturing(like.device):
+            raise InvalidInputError(
+                f"{self._name} is captured at a place that it has no plan for: make the same call once before the "
+                "capture"
+            )
         # Plans are kept for calls of all modes: an inference tensor could not be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
             return self._method.plan(shared.place, like)

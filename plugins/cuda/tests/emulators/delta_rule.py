@@ -18,14 +18,15 @@ def recurrence(
     [HV, K, V] -> out [T, HV, V] and the states after all tokens [T, HV, K, V], in float32."""
     group, outs, states, now = v.shape[1] // q.shape[1], [], [], state.float()
     q, k = (t.float().repeat_interleave(group, 1) for t in (q, k))
-    decay = decay.float().reshape(*decay.shape[:2], -1)
+    decay = decay.float() if decay.ndim == 3 else decay.float()[..., None]
     for t in range(v.shape[0]):
         now = now * decay[t, :, :, None]
         new = beta[t].float()[:, None] * (v[t].float() - (now * k[t, :, :, None]).sum(1))
         now = now + k[t, :, :, None] * new[:, None]
         states.append(now)
         outs.append(scale * (now * q[t, :, :, None]).sum(1))
-    return torch.stack(outs), torch.stack(states)
+    # A sequence without tokens has the state that it began with.
+    return (torch.stack(outs) if outs else v.float()), torch.stack(states or [now])
 
 
 def sequences(tokens: int, starts: Sequence[int] | None, batch: int) -> list[slice]:

@@ -97,9 +97,6 @@ def _attend(
     for n, place in enumerate(sequences(T, starts, B)):
         first = torch.zeros(HV, K, V) if initial_state is None else initial_state[n]
         first = first.mT if state_v_first and initial_state is not None else first
-        if place.stop == place.start:
-            last.append(first.float())
-            continue
         out, states = recurrence(*(t[place] for t in rows), first, K**-0.5 if scale is None else scale)
         outs.append(out)
         last.append(states[-1])

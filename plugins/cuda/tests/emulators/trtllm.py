@@ -263,6 +263,8 @@ def _latent(lib: Library) -> None:
         check_workspace(a["workspace_buffer"])
         query, cache, lens, generated = a["query"], a["kv_cache"], a["seq_lens"], a["backend"] == "trtllm-gen"
         assert a["backend"] in ("trtllm-gen", "cute-dsl"), "what auto is depends on the chip"
+        assert query.dtype == cache.dtype, "kv_cache dtype must match query dtype"
+        assert query.dtype == torch.bfloat16 or (not generated and query.dtype == torch.float8_e4m3fn)
         width, table, size = a["kv_lora_rank"], a["block_tables"], cache.shape[-2]
         if (width, a["qk_rope_head_dim"]) != (512, 64):
             raise ValueError("Unsupported MLA dimensions")

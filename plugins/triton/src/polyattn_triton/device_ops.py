@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import chunks, clusters, linear_branch, rows
+from .kernels.index import index_scores
 from .kernels.merge import merge
 from .kernels.metadata import View, step_launches
 from .kernels.write import Launched, Writer, write_kv, write_latent
@@ -25,6 +26,7 @@ class DeviceOps:
 
     name = "polyattn-triton"
     merge = staticmethod(merge)
+    index_scores = staticmethod(index_scores)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -28,6 +28,9 @@ __all__ = ["ImageReader", "Tower", "no_images_because"]
 TOWER = "polyattn_flash_tower"
 """Where a name has `flash` in it, towers pack their images and say where each begins."""
 
+_SIZES = ("spatial_merge_size", "temporal_patch_size", "patch_size")
+"""What a configuration says of patches."""
+
 
 def no_images_because(model: Any) -> str:
     """Say why the engine does not serve images of a model, "" = it does."""
@@ -36,6 +39,11 @@ def no_images_because(model: Any) -> str:
         return f"{type(model).__name__} reads text only"
     if not hasattr(inner, "get_rope_index"):
         return f"{type(model).__name__} does not place the tokens of an image by time, row and column"
+    config = model.config
+    vision = getattr(config, "vision_config", None)
+    wanted = {"image_token_id": config, **dict.fromkeys(_SIZES, vision), "language_model": inner}
+    if missing := [name for name, owner in wanted.items() if not hasattr(owner, name)]:
+        return f"{type(model).__name__} has no {missing[0]} where models such as Qwen2.5-VL have it"
     if "deepstack_visual_embeds" in inspect.signature(inner.language_model.forward).parameters:
         return f"the tower of {type(model).__name__} speaks to several layers of the language model"
     return ""

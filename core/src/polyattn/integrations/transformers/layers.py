@@ -12,13 +12,15 @@ from ...errors import ConfigError
 from ..common.reports import LayerReport, Recorder
 from .attention import make_forward
 from .guard import asks
+from .linear import recorded
 from .registry import entries, interfaces
 
 __all__ = ["LayerReport", "recording", "report"]
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
-    """Run `model(*args, **kwargs)` once and say who served its attention calls, in the order they came.
+    """Run `model(*args, **kwargs)` once and say who served its attention calls, in the order they came, those of linear
+    attention among them.
 
     Selections are complete: `.selection.rejected` has everybody's reasons. Not for compiled models, and nothing else
     should run attention in this process meanwhile.
@@ -29,7 +31,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> list[LayerReport]:
     if not entries():
         raise ConfigError("report() needs an installed name; call polyattn.integrations.transformers.install() first")
     recorder = Recorder(model)
-    with recording(recorder):
+    with recording(recorder), recorded(model, recorder):
         model(*args, **kwargs)
     if not recorder.found:
         raise ConfigError(f"no attention call of {type(model).__name__} reached polyattn: {_why(model)}")
@@ -42,7 +44,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     meanwhile."""
     functions = interfaces()[0]
 
-    def recorded(name: str, backend: str | None, harmless: frozenset[str]) -> Callable[..., Any]:
+    def recorded_as(name: str, backend: str | None, harmless: frozenset[str]) -> Callable[..., Any]:
         def forward(module: Any, *given: Any, **options: Any) -> Any:
             def dense(*tensors: Any, **words: Any) -> Any:
                 return recorder.call(attention, module, name, *tensors, **words)
@@ -57,7 +59,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     before = dict(functions._global_mapping)
     try:
         for name, entry in entries().items():
-            functions.register(name, recorded(name, entry.backend, entry.harmless))
+            functions.register(name, recorded_as(name, entry.backend, entry.harmless))
         yield
     finally:
         for name in entries():

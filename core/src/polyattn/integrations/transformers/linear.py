@@ -6,20 +6,22 @@ something is installed, and in that of a model that is built later.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...dispatch.linear import linear_attention
 from ...errors import InvalidInputError, UnsupportedRequestError
 from ...semantics.linear_conv import causal_conv
 from ..common.patching import Patches
+from ..common.reports import Recorder
 from .recurrent import RULES
 
-__all__ = ["reach", "reach_all"]
+__all__ = ["reach", "reach_all", "recorded"]
 
 CONVOLUTION = "causal_conv1d_fn"
 
@@ -42,6 +44,40 @@ def reach(module: Any, patches: Patches) -> None:
         patches.attribute(module, CONVOLUTION, _convolution(getattr(module, CONVOLUTION)))
 
 
+_recorders: list[Callable[..., Any]] = []
+"""Who makes the calls instead, the last one."""
+
+
+@contextlib.contextmanager
+def recorded(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Let a recorder make the calls of a model's linear attention while it lasts, each under the layer that runs."""
+    running: list[nn.Module] = []
+
+    def begins(module: nn.Module, _: Any) -> None:
+        running.append(module)
+
+    def ends(*_: Any) -> None:
+        running.pop()
+
+    def call(*given: Any, method: str, **options: Any) -> Any:
+        return recorder.call(linear_attention, running[-1], method, *given, method=method, **options)
+
+    hooks = [part.register_forward_pre_hook(begins) for part in model.modules()]
+    hooks += [part.register_forward_hook(ends, always_call=True) for part in model.modules()]
+    _recorders.append(call)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+        for hook in hooks:
+            hook.remove()
+
+
+def _attend(*given: Any, **options: Any) -> Any:
+    call = _recorders[-1] if _recorders else linear_attention
+    return call(*given, **options)
+
+
 def _rule(method: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def rule(
         query: Tensor,
@@ -60,7 +96,7 @@ def _rule(method: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers' functions of this name. What else a layer is told is about softmax."""
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-        out, last = linear_attention(
+        out, last = _attend(
             query,
             key,
             value,

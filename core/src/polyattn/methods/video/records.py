@@ -86,6 +86,10 @@ PORTABLE: Mapping[str, BackendInfo] = {
 }
 """The records by name, as of CPUs."""
 
+CAPTURED = ("sliding_tile_attn", "video_sparse_attn", "sla_attn")
+"""Those whose calls can be recorded into a graph of a device: V-MoBA counts what a threshold keeps, and SVG2 goes on
+from the centroids of the step before, which a recorded call would not."""
+
 EMULATED = ("sage_sla_attn",)
 """Those whose kernels are emulated: for CPUs alone, as nobody is helped by a slow emulation on a device."""
 
@@ -98,5 +102,10 @@ def portable(name: str, platform: str, *vendors: Provider, to: str = "", **chang
             of the record.
     """
     info = PORTABLE[name]
-    providers = (*vendors, *info.providers)
+    own = info.providers
+    if name in CAPTURED and platform in ("cuda", "rocm"):
+        more = row(graph_capture=True).allows
+        rows = [tuple(dataclasses.replace(r, allows={**r.allows, **more}) for r in one.rows) for one in own]
+        own = tuple(dataclasses.replace(one, rows=found) for one, found in zip(own, rows, strict=True))
+    providers = (*vendors, *own)
     return dataclasses.replace(info, platform=platform, providers=providers, fallbacks=dense_by_rule(to), **changes)

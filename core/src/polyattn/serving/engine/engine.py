@@ -478,9 +478,10 @@ class Engine:
             raise InvalidInputError(
                 f"a request of {len(tokens)} prompt tokens and n={n!r} samples; give 1 or more of both"
             )
-        if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise InvalidInputError(
-                f"token {wrong[0]} of the prompt is not in the vocabulary of {self.vocab_size}, 0 to "
+                f"token {wrong} of the prompt is not in the vocabulary of {self.vocab_size}, 0 to "
                 f"{self.vocab_size - 1}; does the tokenizer belong to this model?"
             )
         total = len(tokens) + params.max_new_tokens
@@ -589,6 +590,8 @@ def _listed(name: str, given: Any, wanted: str) -> list[Any]:
 
 def _token_ids(prompt: Any) -> list[int]:
     prompt = _listed("the prompt", prompt, "a list of token ids, such as a tokenizer makes of a text")
+    if set(map(type, prompt)) <= {int}:  # as usual: a prompt may have tens of thousands
+        return prompt  # type: ignore[no-any-return]
     for token in prompt:
         if not isinstance(token, Integral):
             raise InvalidInputError(

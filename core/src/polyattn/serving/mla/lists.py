@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import GraphError, InvalidInputError
+from ...registry.device_ops import device_ops
 from ...semantics.token_index import hadamard, index_scores, pack_index, top_tokens, unpack_index
 
 if TYPE_CHECKING:
@@ -76,10 +77,31 @@ class TokenLists:
         found = index.key.new_empty(index.key.shape[0], layer.token_topk, dtype=torch.int32)
         for step, tokens in self._backend.steps_of(layer.layer_id):
             some = Index(*(tensor[tokens] for tensor in index))
-            together = step.fixed or step.max_seqlen_q == 1
-            found[tokens] = self._together(layer, step, some) if together else self._rows(layer, step, some)
+            found[tokens] = self._part(layer, step, some)
         self._last = layer.token_topk, found
         return found
+
+    def _part(self, layer: AttentionLayer, step: Step, index: Index) -> Tensor:
+        """Of a step, by the kernels of a package where it has such."""
+        ops: Any = device_ops(index.query.device.type)
+        kernel = getattr(ops, "index_scores", None) if index.query.dtype != torch.float64 else None
+        room = step.page_table.shape[1] * step.page_size * index.query.shape[0] <= _ROOM
+        if kernel is None or not (room or step.fixed or step.max_seqlen_q == 1):
+            together = step.fixed or step.max_seqlen_q == 1
+            return self._together(layer, step, index) if together else self._rows(layer, step, index, kernel)
+        starts, lens = step.cu_seqlens_q, step.seq_lens
+        kept, query = self._scored_by(layer, index.query)
+        scores = kernel(query, index.weights, kept, step.page_table, lens, starts, step.max_seqlen_q)
+        places = torch.arange(query.shape[0], device=query.device)
+        row = torch.searchsorted(starts[1:].long(), places, right=True).clamp(max=len(lens) - 1)
+        return top_tokens(scores, lens[row] - (starts[1:][row] - 1 - places), layer.token_topk)
+
+    def _scored_by(self, layer: AttentionLayer, query: Tensor) -> tuple[Tensor, Tensor]:
+        """The index keys of a layer, and queries as a kernel scores them with those."""
+        kept = self._pool.kept(layer.layer_id, INDEX)
+        if kept.dtype == torch.uint8:
+            query = unpack_index(pack_index(hadamard(query))).to(query.dtype)
+        return kept, query
 
     def _together(self, layer: AttentionLayer, step: Step, index: Index) -> Tensor:
         """Of rows with as many new tokens each: nothing is read on the host.
@@ -98,7 +120,9 @@ class TokenLists:
         seen = step.seq_lens[:, None] - new + 1 + torch.arange(new, device=scores.device)
         return top_tokens(scores, seen, layer.token_topk).flatten(0, 1)
 
-    def _rows(self, layer: AttentionLayer, step: Step, index: Index) -> Tensor:
+    def _rows(
+        self, layer: AttentionLayer, step: Step, index: Index, kernel: Callable[..., Tensor] | None = None
+    ) -> Tensor:
         """Row by row, whose lengths the host knows."""
         starts, lens, found = step.listed("cu_seqlens_q"), step.listed("seq_lens"), []
         for n, keys in enumerate(lens):
@@ -108,12 +132,20 @@ class TokenLists:
             if not keys:
                 found.append(step.page_table.new_full((new, layer.token_topk), -1))
                 continue
-            rows, query = self._keys(layer, table, step.page_size, index.query[some])
+            if kernel is None:
+                rows, query = self._keys(layer, table, step.page_size, index.query[some])
+            else:
+                rows, query = self._scored_by(layer, index.query[some])
             seen = torch.arange(keys - new + 1, keys + 1, device=query.device)
             size = max(_ROOM // keys, 1)
             parts = (torch.split(tensor, size) for tensor in (query, index.weights[some], seen))
             for q, w, s in zip(*parts, strict=True):
-                found.append(top_tokens(index_scores(q, rows[0, :keys], w), s, layer.token_topk))
+                if kernel is None:
+                    scores = index_scores(q, rows[0, :keys], w)
+                else:
+                    starts_of = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+                    scores = kernel(q, w, rows, table, s[-1:].to(torch.int32), starts_of, len(q))
+                found.append(top_tokens(scores, s, layer.token_topk))
         return torch.cat(found)
 
     def _keys(self, layer: AttentionLayer, table: Tensor, page_size: int, query: Tensor) -> tuple[Tensor, Tensor]:

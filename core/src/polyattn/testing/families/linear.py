@@ -28,11 +28,14 @@ _BOUND = -5.0
 """Of gates that are bounded."""
 _DRAFTS = 1
 """Which of the shapes draft tokens have: 5 for each sequence. Every one of their states is compared."""
+_PACKED = 2
+"""Which of the shapes is of sequences behind each other in one row, of several lengths, one of them without tokens."""
 
 
 def _given(part: Any) -> dict[str, Any]:
     """The arguments of a computed call: gates and rows as the request says, of a pool the states in its slots."""
-    values, (slots, parents), request = dict(zip(_NAMES, part, strict=False)), part[len(_NAMES) : -2], part[-1]
+    values, (slots, parents, starts), request = dict(zip(_NAMES, part, strict=False)), part[len(_NAMES) : -2], part[-1]
+    values["cu_seqlens"] = starts
     if slots is not None:
         values["state"] = values["state"].to(values["value"].dtype)[slots.long().clamp(min=0)]
     if parents is not None:
@@ -64,11 +67,12 @@ def _plain(*part: Any) -> tuple[Tensor, Tensor]:
 
 def _in_slots(part: tuple[Any, ...], out: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     """(out, states) as a call with slots gives them: 0 for a sequence without one, and the pool."""
-    pool, slots = part[_NAMES.index("state")], part[len(_NAMES)]
+    pool, slots, starts = part[_NAMES.index("state")], part[len(_NAMES)], part[len(_NAMES) + 2]
     if slots is None:
         return out, states
     kept = slots >= 0
-    out = out.where(kept[:, None, None, None], 0.0)
+    tokens = kept[:, None] if starts is None else kept.repeat_interleave(starts.diff().long())[None]
+    out = out.where(tokens[..., None, None], 0.0)
     if part[-1].state_out == "every":
         return out, states.where(kept[:, None, None, None, None], 0.0)
     after = pool.to(states.dtype, copy=True)
@@ -80,7 +84,7 @@ class Linear(Family):
     family = "linear"
     # Around the chunks of 16 to 64 tokens that kernels have, over several of them, and the smallest.
     lengths: ClassVar[Shapes] = {
-        "equal": (((17, 17),), ((5, 5),), ((64, 64),), ((77, 77),), ((129, 129),)),
+        "equal": (((17, 17),), ((5, 5),), ((9, 9), (0, 0), (33, 33), (1, 1)), ((77, 77),)),
         "one": (((1, 1),),),
     }
     empty: ClassVar[Mapping[str, Lengths]] = {"equal": ((0, 0),)}
@@ -103,12 +107,17 @@ class Linear(Family):
     plain = staticmethod(_plain)
     terms = None
 
+    def axes(self, axes: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        return {**super().axes(axes), "shape": tuple(range(len(self.lengths["equal"])))}
+
     def repaired(self, values: Mapping[str, Any]) -> dict[str, Any]:
         v = super().repaired(values)
         every, slots = v["state_out"] == "every", v["state_slots"]
         v["phase"] = "verify" if every else "decode" if v["s_relation"] == "one" else "prefill"
         v["shape"] = _DRAFTS if every and v["s_relation"] == "equal" else v["shape"]
         v["tree"] = every and v["tree"]
+        # A sequence alone is a sample of a batch.
+        v["shape"] = 0 if v["batch_invariant"] and v["shape"] == _PACKED else v["shape"]
         # A pool is written, which no gradient goes through.
         v["grad"] = () if slots else v["grad"]
         # S10: the state is float32, and float64 beside float64; `make` has no other.
@@ -126,20 +135,23 @@ class Linear(Family):
         return linear_attention, (t["query"], t["key"], t["value"]), {**given, **options}
 
     def make(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
-        r, B, (T, _) = case.request, len(case.lengths), case.longest
+        r, N, (B, T) = case.request, len(case.lengths), self._rows(case)
         tensors: dict[str, Tensor | None] = {n: maker.input(n, *shape) for n, shape in self.shapes(case).items()}
         decays = (B, T, r.heads, *((r.head_dim,) if r.method == "kda" else ()))
         tensors["gate"] = -maker.uniform(*decays).to(maker.dtype).to(maker.device)
         # beta |k|^2 stays small, as with the keys of length one that models have: else the state grows without a bound.
         tensors["beta"] = (maker.uniform(B, T, r.heads) / r.head_dim).to(maker.dtype).to(maker.device)
         state, more = maker.normal(*self._state(case)).to(DTYPES[self._dtype(r)]).to(maker.device), {}
+        if N > B:
+            lengths = torch.tensor([0, *(length for length, _ in case.lengths)])
+            more["cu_seqlens"] = lengths.cumsum(0).to(torch.int32).to(maker.device)
         if r.tree:
             earlier = [[-1, *(int(maker.uniform(1) * node) for node in range(1, T))] for _ in range(B)]
             more["parents"] = torch.tensor(earlier, device=maker.device)
         if r.state_slots:
             # The first sequence has the first slot, the last of several none. Others lie anywhere.
-            slots = [0, *(1 + slot for slot in maker.permutation(B))][: max(B - 1, 1)]
-            more |= {"state": state, "state_slots": maker.integers(*slots, *[-1] * (B - len(slots)))}
+            slots = [0, *(1 + slot for slot in maker.permutation(N))][: max(N - 1, 1)]
+            more |= {"state": state, "state_slots": maker.integers(*slots, *[-1] * (N - len(slots)))}
         else:
             tensors["state"] = state
         if not r.raw_gates:
@@ -154,9 +166,14 @@ class Linear(Family):
         return tensors, {**more, "gate_bound": _BOUND} if r.raw_gates == "bounded" else more
 
     def shapes(self, case: Case) -> dict[str, tuple[int, ...]]:
-        r, B, (T, _) = case.request, len(case.lengths), case.longest
-        rows = (B, T, r.kv_heads, r.head_dim)
-        return {"query": rows, "key": rows, "value": (B, T, r.heads, r.dims[1])}
+        r, size = case.request, self._rows(case)
+        rows = (*size, r.kv_heads, r.head_dim)
+        return {"query": rows, "key": rows, "value": (*size, r.heads, r.dims[1])}
+
+    def _rows(self, case: Case) -> tuple[int, int]:
+        """[B, S]: sequences of several lengths are behind each other."""
+        packed = len(set(case.lengths)) > 1
+        return (1, sum(length for length, _ in case.lengths)) if packed else (len(case.lengths), case.longest[0])
 
     def out_shape(self, case: Case) -> tuple[int, ...]:
         return self.shapes(case)["value"]
@@ -189,7 +206,7 @@ class Linear(Family):
 
     def parts(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> Iterator[Part]:
         given = {**extra, **tensors}
-        yield tuple(given.get(name) for name in (*_NAMES, "state_slots", "parents"))
+        yield tuple(given.get(name) for name in (*_NAMES, "state_slots", "parents", "cu_seqlens"))
 
     def join(self, case: Case, outs: Sequence[Tensor], seconds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return outs[0], seconds[0]

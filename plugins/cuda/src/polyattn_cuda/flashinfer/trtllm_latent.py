@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyattn.adapters import align16, empty_result, load
 from polyattn.contract import AttentionRequest, Bound, KVPart, PagedTables, Session, Slot
+from polyattn.semantics.kv_quant import stored
 from polyattn.semantics.packed import sequence_ids
 
 from ..records.flashinfer import FLASHINFER_MLA_LIBRARY
@@ -21,7 +22,7 @@ from .memory import WORKSPACE, workspace_of
 from .results import delivered, writable
 from .scales import scale_of
 
-__all__ = ["CuteDSL", "Generated"]
+__all__ = ["CuteDSL", "Generated", "TokenSpeed"]
 
 _TILE = 128
 """Tokens that the CuTe DSL kernels read at a time: page tables are as wide as whole tiles."""
@@ -47,6 +48,10 @@ class CuteDSL(_Latent):
     """CuTe DSL."""
 
     kernel = "cute-dsl"
+
+
+class TokenSpeed(CuteDSL):
+    """CuTe DSL over a cache of e4m3, which takes queries of e4m3 and rounds the attention weights to it."""
 
 
 class _Call:
@@ -83,7 +88,10 @@ class _Call:
         if max_seqlen_q == 1 and T != N:
             # Sequences without a query in this step: with numbers of queries that differ trtllm-gen has no LSE.
             page_table, seq_lens, N = page_table[owner], keys, T
-        query = align16(query if self.factor is None else query * self.factor)
+        query = query if self.factor is None else query * self.factor
+        if r.kv_storage == "fp8_e4m3":
+            query = stored(query, None, torch.float8_e4m3fn)
+        query = align16(query)
         target = writable(out)
         drafts: dict[str, Any] = {}
         if N * max_seqlen_q == T:

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn.contract import (
     SESSION,
-    Alias,
+    Accuracy,
     AtLeast,
     AutoRule,
     BackendInfo,
@@ -418,24 +418,41 @@ CUTEDSL_MLA = BackendInfo(
             target="polyattn_cuda.flashinfer.trtllm_latent:CuteDSL",
             requires=(FLASHINFER_MLA_LIBRARY,),
         ),
-        # Its kernels quantise the queries, and take them so.
-        Provider(
-            "tokenspeed/flashinfer-python",
-            (
-                _latent({}, **ONE, kv_dtype="fp8_e4m3", kv_scales=("", "tensor")),
-                _latent({}, **FEW, kv_dtype="fp8_e4m3", kv_scales=("", "tensor")),
-            ),
-            requires=(FLASHINFER_MLA_LIBRARY,),
-        ),
     ),
     summary="CuTe DSL kernels on latent caches, decode only",
     priority=70,
-    aliases=(Alias("tokenspeed_mla", ("mla",), provider="tokenspeed"),),
     evidence="emulator",
     compiles=True,
     upstream=UPSTREAM,
-    note="decode and verification only: pair it with a prefill backend such as trtllm_mla. The name tokenspeed_mla "
-    "needs an FP8 cache; its adapter is planned",
+    note="decode and verification only: pair it with a prefill backend such as trtllm_mla",
 )
 
-BACKENDS = (FLASHINFER_MHA, FLASHINFER_MLA, FLASHINFER_BLOCK_SPARSE, TRTLLM_MHA, TRTLLM_MLA, CUTEDSL_MLA)
+TOKENSPEED_MLA = BackendInfo(
+    "tokenspeed_mla",
+    "cuda",
+    (
+        Provider(
+            "flashinfer-python",
+            tuple(_latent({}, **step, kv_dtype="fp8_e4m3", lse=True, heads=CUTE_HEADS) for step in (ONE, FEW)),
+            "polyattn_cuda.flashinfer.trtllm_latent:TokenSpeed",
+            (FLASHINFER_MLA_LIBRARY,),
+            Accuracy(0.998, 0.06),
+        ),
+    ),
+    summary="CuTe DSL kernels on latent caches of e4m3, queries and attention weights rounded to e4m3 too",
+    priority=None,
+    evidence="emulator",
+    lossy="queries and attention weights in e4m3: relative error about 0.03",
+    upstream=UPSTREAM,
+    note="decode and verification only, over an e4m3 cache with one scale: KVCacheConfig(scales='tensor')",
+)
+
+BACKENDS = (
+    FLASHINFER_MHA,
+    FLASHINFER_MLA,
+    FLASHINFER_BLOCK_SPARSE,
+    TRTLLM_MHA,
+    TRTLLM_MLA,
+    CUTEDSL_MLA,
+    TOKENSPEED_MLA,
+)

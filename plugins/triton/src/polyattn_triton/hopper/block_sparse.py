@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper
 from polyattn_triton.hopper.groups import GROUP, grouped
 from polyattn_triton.kernels.block_sparse import Lists
+from polyattn_triton.kernels.merge import merge
 from polyattn_triton.kernels.room import TOO_LARGE, too_large
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.records.tuned import BLOCK_SPARSE
@@ -32,6 +34,11 @@ class Config(NamedTuple):
     apart: bool
 
 
+_CACHED = 45 << 20
+"""Bytes of the keys and values of a head that stay in the L2 cache of an H100 or H200, which has 50 MB. Lists read them
+in an order of their own: of 59 MB a call took 56 ms on an H100, and calls for a half of the keys each 42 together."""
+_ROUNDS = 4
+"""Turns in which heads are taken where keys are."""
 _MOST_KEYS = 2**26
 """Above any sequence: an entry of `groups.grouped` has 26 bits for the number of a key."""
 
@@ -101,6 +108,47 @@ def forward(
     config: Config | None = None,
 ) -> None:
     """As `kernels.block_sparse.forward`, for a call that it `takes` and whose tensors it `fits`."""
+    parts = -(-2 * key[0, 0].nbytes // _CACHED)
+    if parts > 1 and lists.starts is not None:
+        _in_parts(parts, query, key, value, lists, scale=scale, out=out, lse=lse, config=config)
+    else:
+        _launched(query, key, value, lists, scale=scale, out=out, lse=lse, config=config)
+
+
+def _in_parts(
+    parts: int, query: Tensor, key: Tensor, value: Tensor, lists: Lists, *, out: Tensor, lse: Tensor | None, **more: Any
+) -> None:
+    """`forward` over parts of the keys one after the other, merged; some heads at a time, so that parts are small."""
+    (B, H_kv, S_k, _), group = key.shape, query.shape[1] // key.shape[1]
+    together = -(-H_kv // _ROUNDS)
+    for b, first in itertools.product(range(B), range(0, H_kv, together)):
+        keys, mine = (slice(first * n, (first + together) * n) for n in (1, group))
+        q, k, v, o = (t[b : b + 1, heads] for t, heads in ((query, mine), (key, keys), (value, keys), (out, mine)))
+        some = lists.of(slice(b, b + 1))
+        sides = {"counts": mine, "indices": mine, "starts": keys, "valid": keys}
+        tensors = ((name, heads, getattr(some, name)) for name, heads in sides.items())
+        own = some._replace(**{name: t if t.shape[1] == 1 else t[:, heads] for name, heads, t in tensors})
+        outs, lses = out.new_empty(parts, *q.shape), q.new_empty(parts, *q.shape[:3], dtype=torch.float32)
+        for n in range(parts):
+            within = (S_k * n // parts, S_k * (n + 1) // parts)
+            _launched(q, k, v, own, out=outs[n], lse=lses[n], within=within, **more)
+        merged = None if lse is None else lse[b, mine].mT
+        merge(outs[:, 0].transpose(1, 2), lses[:, 0].mT, out=o[0].transpose(0, 1), lse=merged)
+
+
+def _launched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: Lists,
+    *,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    config: Config | None,
+    within: tuple[int, int] | None = None,
+) -> None:
+    """within: see `grouped`."""
     from polyattn_triton.hopper.listed import attend_listed
 
     B, H, S_q, D = query.shape
@@ -109,7 +157,7 @@ def forward(
     config = config or config_for(D, block_q)
     packed = lists.starts is not None
     if packed:
-        lists, block_k = grouped(lists, H, key.shape[1], S_k), GROUP.value
+        lists, block_k = grouped(lists, H, key.shape[1], S_k, within), GROUP.value
     partly = not packed and (lists.valid is not None or S_k % block_k != 0)
     unit = min(config.keys, block_k)
     tensors = (query, key, value, key, value, out)

@@ -36,17 +36,20 @@ def _next(at):
 
 
 @triton.jit
-def _of(entries, starts, valid, i, low, high):
-    """Where the blocks of some entries start, and how many keys they have; none for entries out of range."""
+def _of(entries, starts, valid, i, low, high, first_key, end_key):
+    """Where the blocks of some entries start, and how many keys they have; none for entries out of range, and for those
+    of blocks that start elsewhere than from first_key to end_key."""
     there = (i >= low) & (i < high)
     number = tl.load(entries + i, mask=there, other=0)
-    return tl.load(starts + number, mask=there, other=-1), tl.load(valid + number, mask=there, other=0)
+    start = tl.load(starts + number, mask=there, other=-1)
+    there = (start >= first_key) & (start < end_key)
+    return tl.where(there, start, -1), tl.load(valid + number, mask=there, other=0)
 
 
-@triton.jit(do_not_specialize=["c_b", "c_h", "i_b", "i_h", "i_q", "p_b", "p_h", "room"])
+@triton.jit(do_not_specialize=["c_b", "c_h", "i_b", "i_h", "i_q", "p_b", "p_h", "room", "first_key", "end_key"])
 def _grouped(
-    counts, indices, starts, valid, numbers, groups, c_b, c_h, i_b, i_h, i_q, p_b, p_h, room, SHARED: tl.constexpr,
-    MOST: tl.constexpr, WIDE: tl.constexpr,
+    counts, indices, starts, valid, numbers, groups, c_b, c_h, i_b, i_h, i_q, p_b, p_h, room, first_key, end_key,
+    SHARED: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The groups of one list, `start * 32 + keys`: fours of a block, other whole ones, and those with fewer keys; and
     how many there are in all, are whole, and are in fours.
@@ -64,11 +67,12 @@ def _grouped(
     for part in tl.static_range(3):
         for first in range(0, listed, WIDE):
             i = first + tl.arange(0, WIDE)
-            start, size = _of(entries, starts, valid, i, first, listed)
+            start, size = _of(entries, starts, valid, i, first, listed, first_key, end_key)
             end = start + size
-            before, held = _of(entries, starts, valid, i - 1, first, listed)
+            before, held = _of(entries, starts, valid, i - 1, first, listed, first_key, end_key)
             before += held
-            after, _ = _of(entries, starts, valid, i + 1, first, tl.minimum(listed, first + WIDE))
+            stop = tl.minimum(listed, first + WIDE)
+            after, _ = _of(entries, starts, valid, i + 1, first, stop, first_key, end_key)
             # Blocks that follow each other in the list and in memory are one run. Lists that do not ascend have none.
             falls = tl.min(tl.where((i > first) & (i < listed), start - before, 0), 0) < 0
             begins = (start != before) | (i == first) | falls
@@ -101,11 +105,12 @@ def _grouped(
         tl.store(numbers + 3 * row + (2 - part), count)
 
 
-def grouped(lists: Lists, heads: int, kv_heads: int, keys: int) -> Lists:
+def grouped(lists: Lists, heads: int, kv_heads: int, keys: int, within: tuple[int, int] | None = None) -> Lists:
     """Lists of groups for lists of blocks with starts.
 
     Args:
         lists: with starts, and fewer than 2**26 keys. heads, kv_heads: of queries and keys. keys: S_k.
+        within: of the blocks that start from one key to before another; None = of all.
 
     Returns:
         Lists whose indices [B', H', nQ, room] are `start * 32 + keys` of groups, and whose counts [B', H', nQ, 3] say
@@ -125,6 +130,7 @@ def grouped(lists: Lists, heads: int, kv_heads: int, keys: int) -> Lists:
     counts = torch.empty(B, H, blocks, 3, dtype=torch.int32, device=starts.device)
     _grouped[blocks, H, B](
         lists.counts, lists.indices, starts, valid, counts, groups, *lists.strides(), *lists.places(), room,
-        SHARED=heads // kv_heads if starts.shape[1] > 1 else 1, MOST=most, WIDE=128, num_warps=1,
+        *(within or (0, keys + 1)), SHARED=heads // kv_heads if starts.shape[1] > 1 else 1, MOST=most, WIDE=128,
+        num_warps=1,
     )  # fmt: skip
     return lists._replace(counts=counts, indices=groups, valid=None, starts=None)

@@ -75,17 +75,17 @@ def _choose(
     spread = (highest - lowest)[:, None]
     weights = tl.where(spread > 0, (scores - lowest[:, None]) / tl.where(spread > 0, spread, 1.0), 1.0)
     weights = tl.where(there[None, :], weights, 0.0)
-    # As integers of 24 bits, which is what float32 has of the highest: halving their range ends soon.
-    ordered = tl.where(others, (weights * 16777216.0).to(tl.int32), -1)
     fixed = tl.sum(tl.where(mine, weights, 0.0), 1)
     goal = threshold * tl.sum(weights, 1)
-    # The highest limit with which those that reach it are enough: of any two scores between which it would lie the
-    # same ones are chosen, and of equal ones the first.
+    weights = tl.where(others, weights, -1.0)
+    # The highest limit with which those that reach it are enough, in steps of 2**-23, of which float32 has all from 0
+    # to 1. Scores of one step are alike, and of these the first are taken.
+    STEP: tl.constexpr = 1.0 / 8388608.0
     low = tl.zeros([N], tl.int32)
-    high = tl.maximum(tl.max(ordered, 1), 0)
+    high = (tl.maximum(tl.max(weights, 1), 0.0) * 8388608.0).to(tl.int32)
     while tl.max(high - low, 0) > 0:
         middle = (low + high + 1) >> 1
-        reached = ordered >= middle[:, None]  # above 0, so others
+        reached = weights >= (middle.to(tl.float32) * STEP)[:, None]  # above 0, so others
         if SHARE:
             enough = fixed + tl.sum(tl.where(reached, weights, 0.0), 1) >= goal
         else:
@@ -94,10 +94,12 @@ def _choose(
             high = tl.where(count == kept - 1, tl.minimum(middle, high), high)
         low = tl.where(enough & (low < high), tl.minimum(middle, high), low)
         high = tl.where(enough | (low >= high), high, middle - 1)
-    least = low[:, None]
-    above = others & (ordered > least)
-    alike = others & (ordered == least)
-    rank = tl.cumsum(alike.to(tl.int32), 1) - 1
+    above = weights >= ((low + 1).to(tl.float32) * STEP)[:, None]
+    alike = (weights >= (low.to(tl.float32) * STEP)[:, None]) & ~above
+    # As a rule a step has one score: who is first among several is asked where there are.
+    rank = tl.zeros([N, C], tl.int32)
+    if tl.max(tl.sum(alike.to(tl.int32), 1), 0) > 1:
+        rank = tl.cumsum(alike.to(tl.int32), 1) - 1
     if SHARE:
         # Each is added while what there is before it has not reached the goal.
         before = fixed + tl.sum(tl.where(above, weights, 0.0), 1)
@@ -134,7 +136,7 @@ def _chosen(words, counts, tokens, chunks, PART: tl.constexpr, C: tl.constexpr):
     part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = b.to(tl.int64) * tl.num_programs(1) + head
     s, c = part * PART + tl.arange(0, PART), tl.arange(0, 32)
-    for w in tl.static_range(C // 32):
+    for w in range(C // 32):
         word = tl.load(words + (row * tokens + s) * (C // 32) + w, mask=s < tokens, other=0)
         number = tl.sum((word[:, None] >> c[None, :]) & 1, 0)
         at = (row * chunks + w * 32 + c) * tl.num_programs(0) + part
@@ -150,7 +152,7 @@ def _placed(words, before, firsts, queries, places, tokens, chunks, pairs, PART:
     s, c = part * PART + tl.arange(0, PART), tl.arange(0, 32)
     inside = s < tokens
     first = tl.load(firsts + row * (tokens + 1) + s, mask=inside, other=0)
-    for w in tl.static_range(C // 32):
+    for w in range(C // 32):
         word = tl.load(words + (row * tokens + s) * (C // 32) + w, mask=inside, other=0)
         take = (word[:, None] >> c[None, :]) & 1
         at = (row * chunks + w * 32 + c) * tl.num_programs(0) + part
@@ -329,7 +331,7 @@ def _tiles(query: Tensor, width: int, longest: int) -> tuple[Tiles, bool]:
 
     if longest <= _HELD and row <= 256:
         rows = 16 if query.dtype == torch.float32 else 64
-        wanted = Tiles(rows, max(16, triton.next_power_of_2(longest)), 4, 3)
+        wanted = Tiles(rows, max(16, triton.next_power_of_2(longest)), 4, 2)
         room = Room(lambda t: loop(t, True), (("stages", 2), ("m", 32), ("stages", 1), ("m", 16)))
         found = fitting(wanted, (room,), where, limit)
         if limit is None or loop(found, True).needs(where) <= limit:
@@ -339,7 +341,7 @@ def _tiles(query: Tensor, width: int, longest: int) -> tuple[Tiles, bool]:
     elif width > 128:
         wanted = Tiles(64, 32, 8, 2)
     else:
-        wanted = Tiles(128, 64, 8, 3) if where == "hopper" else Tiles(64, 64, 4, 2)
+        wanted = Tiles(128, 32, 8, 3) if where == "hopper" else Tiles(64, 64, 4, 2)
     room = Room(lambda t: loop(t, False), (("stages", 2), ("n", 32), ("stages", 1), ("n", 16)))
     return fitting(wanted, (room,), where, limit), False
 
@@ -408,7 +410,7 @@ def attend_chosen(
     _chosen[parts, H, B](words, counts, S, count, PART=_PART, C=wide, num_warps=4)
     before = counts.cumsum(-1, dtype=torch.int32)
     totals = before[..., -1].contiguous()
-    before += (totals.cumsum(-1, dtype=torch.int32) - totals)[..., None] - counts
+    before = before - counts + (totals.cumsum(-1, dtype=torch.int32) - totals)[..., None]
     out = query.new_empty(B, S, H, value.shape[3])
     # Each chunk of a query has a result: those of some heads at once, where all would take all memory.
     together = max(1, int(_ROWS / (2 if packed else 1) * S / max(P, 1) / group)) * group

@@ -13,9 +13,10 @@ once, are 0.33 GB, 0.1 ms. What takes longer is that chunks follow each other: 1
 three wait for one another. So the loop has nothing that can be computed before it, and states never go to memory.
 
 The inverse is that of blocks of twice the size by those of the size before, (X - X M X), from 1 to C: unlike a sum of
-powers of M, no term is larger than the result. With a decay for each channel (KDA), pairs of tokens are taken by
-the largest block boundary between them, which splits exp(G_i - G_j) into two factors that are both at most 1: however
-fast a channel decays, nothing overflows, and each of the log2(C) levels is a product of matrices.
+powers of M, no term is larger than the result. With a decay for each channel (KDA), exp(G_i - G_j) is split into two
+factors, around the middle of what the channel decays by in the chunk. Where that is more than numbers have room for,
+blocks of half the size are taken so, and pairs with a boundary of blocks between them by a product of their own, whose
+factors, to the boundary and from it, are at most 1: however fast a channel decays, nothing overflows.
 """
 
 from __future__ import annotations
@@ -63,6 +64,31 @@ def place(starts, tokens, sequences, steps, C: tl.constexpr, PACKED: tl.constexp
 
 
 @triton.jit
+def near_blocks(G, C: tl.constexpr, W: tl.constexpr, LEVELS: tl.constexpr, half: tl.constexpr):
+    """(n, pairs in one block of 2^n tokens, the earlier of them second [C, C], decays from a middle to the first and
+    from the second [C, W]). No channel decays in such a block by more than what numbers of the dtype have room for."""
+    MOST: tl.constexpr = 4 if half == tl.float16 else 40
+    i, n = tl.arange(0, C), LEVELS
+    top, bottom = _ends(G, n, C, W)
+    while (n > 0) & (tl.max(top - bottom) > 2 * MOST):
+        n -= 1
+        top, bottom = _ends(G, n, C, W)
+    apart = G - 0.5 * (top + bottom)
+    pairs = (i[:, None] > i[None, :]) & (i[:, None] >> n == i[None, :] >> n)
+    return n, pairs, tl.exp(apart), tl.exp(-apart)
+
+
+@triton.jit
+def _ends(G, n, C: tl.constexpr, W: tl.constexpr):
+    """G of the first and of the last token of each token's block."""
+    first = tl.arange(0, C) >> n << n
+    last = first + (1 << n) - 1
+    return tl.gather(G, tl.broadcast_to(first[:, None], [C, W]), 0), tl.gather(
+        G, tl.broadcast_to(last[:, None], [C, W]), 0
+    )
+
+
+@triton.jit
 def level(G, n, C: tl.constexpr, W: tl.constexpr):
     """(which pairs have a boundary of blocks of 2^n between them and none of larger ones [C, C], decays to it and from
     it [C, W])."""
@@ -74,28 +100,36 @@ def level(G, n, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _inverse(M, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 of a matrix that is 0 on and above the diagonal."""
+def _inverse(M, C: tl.constexpr, LEVELS: tl.constexpr, half: tl.constexpr):
+    """(I + M)^-1 of a matrix that is 0 on and above the diagonal. half: what is multiplied; halves are corrected once,
+    by the rest that they leave: X + X (I - (I + M) X)."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, M, 0.0)
     for n in tl.static_range(1, LEVELS):
         below = tl.where((i // (2 * 2**n) == j // (2 * 2**n)) & (i // 2**n != j // 2**n), M, 0.0)
-        X -= tl.dot(tl.dot(X, below, input_precision=PRECISION), X, input_precision=PRECISION)
+        known = cast(X, half)
+        X -= dot(cast(dot(known, cast(below, half)), half), known)
+    if half != tl.float32:
+        known, high = cast(X, half), cast(M, half)
+        X = known.to(tl.float32)
+        rest = tl.where(i == j, 1.0, 0.0) - X - dot(high, known)
+        rest -= dot(cast(M - high.to(tl.float32), half), known)
+        X += dot(known, cast(rest, half))
     return X
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "steps", "scale", "bound", "beta_range"])
+@triton.jit(do_not_specialize=["tokens", "sequences", "steps", "size", "scale", "bound", "beta_range"])
 def _prepare(
     query, key, gate, beta, a_log, dt_bias, starts, inverse, seen, sums, betas, norms, rows, ends,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, b_b, b_t, b_h, tokens, sequences, steps, size, scale, bound,
     beta_range, D: tl.constexpr, K: tl.constexpr, W: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr, KDA: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     """A value head in one chunk. W: channels that are computed with at a time. size: B T."""
     b, begin, count, number = place(starts, tokens, sequences, steps, C, PACKED)
-    h = tl.program_id(1)
+    h, size = tl.program_id(1), tl.cast(size, tl.int64)
     if count > 0:
         heads: tl.constexpr = H * GROUP
         i, j, t = tl.arange(0, C), tl.arange(0, C)[None, :], begin + tl.arange(0, C)
@@ -129,7 +163,11 @@ def _prepare(
                     g = tl.where(wide, log_decay(g, rate, bound, RAW), 0.0)
                 G, end = tl.cumsum(g, 0), tl.sum(g, 0)
                 far += tl.where(i[:, None] == j, tl.sum(q_wide * k_wide, 1)[:, None], 0.0)
-                for n in range(LEVELS):
+                n_near, pairs, to, back = near_blocks(G, C, W, LEVELS, dtype)
+                earlier = tl.trans(cast(k_wide * back, dtype))
+                near += tl.where(pairs, dot(cast(k_wide * to, dtype), earlier), 0.0)
+                far += tl.where(pairs, dot(cast(q_wide * to, dtype), earlier), 0.0)
+                for n in range(n_near, LEVELS):
                     pairs, decay = level(G, n, C, W)
                     k_here, q_here = cast(k_wide * decay, dtype), cast(q_wide * decay, dtype)
                     near += tl.where(pairs, dot(k_here, tl.trans(k_here)), 0.0)
@@ -161,7 +199,7 @@ def _prepare(
         at = (token[:, None] * heads + h) * C + j
         tl.store(seen + at, cast(tl.where(i[:, None] >= j, far * scale, 0.0), dtype), mask=inside[:, None])
         near = tl.where(i[:, None] > j, near * weight[None, :], 0.0)
-        tl.store(inverse + at, cast(_inverse(near, C, LEVELS, PRECISION), dtype), mask=inside[:, None])
+        tl.store(inverse + at, cast(_inverse(near, C, LEVELS, half), dtype), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "size", "scale"])
@@ -176,6 +214,7 @@ def _through(
     """N columns of the state of a head, through the chunks of one sequence. KEEP: what `gradients` reads is written in
     place of out and last: u, and the state before each chunk."""
     tile, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    size = tl.cast(size, tl.int64)
     heads: tl.constexpr = H * GROUP
     i, d, e = tl.arange(0, C), tl.arange(0, K), tile * N + tl.arange(0, N)
     in_d, in_e = d < D, e < D_V
@@ -280,7 +319,7 @@ class Prepared(NamedTuple):
     ends: Tensor
 
 
-_PREPARE = {False: Cut(64, 4, 2), True: Cut(64, 8, 2)}
+_PREPARE = {False: Cut(64, 4, 2), True: Cut(32, 4, 2)}
 """How `prepare` is cut, N being channels, without and with a decay for each."""
 
 
@@ -319,14 +358,15 @@ def prepare(
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     K = max(triton.next_power_of_2(D), 16)
     W, warps, stages = cut or _PREPARE[kda]
-    exact = query.dtype == torch.float32 or architecture(query.device) == "other"
+    # Halves of which no number is too large: also where inputs are float16.
+    half = tl.float32 if query.dtype == torch.float32 else tl.bfloat16
     with runtime.device_of(query):
         _prepare[chunks, H_V, batch](
             query, key, gate, beta, *(query if t is None else t for t in (a_log, dt_bias, cu_seqlens)), *made,
             *query.stride()[:3], *key.stride()[:3], *gate.stride()[:3], *beta.stride(), T, sequences,
             sequences.bit_length(), B * T, scale, bound, float(beta_range), D=D, K=K, W=min(K, W), H=H,
             GROUP=H_V // H, C=chunk, LEVELS=chunk.bit_length() - 1, KDA=kda, RAW=raw, BIAS=dt_bias is not None,
-            NORM=norm, PACKED=cu_seqlens is not None, PRECISION="ieee" if exact else "tf32", num_warps=warps,
+            NORM=norm, PACKED=cu_seqlens is not None, half=half, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
     return made
@@ -338,7 +378,11 @@ def cut_for(query: Tensor, heads: int, D_V: int, sequences: int) -> Cut:
     N = max(min(triton.next_power_of_2(D_V), 64, (16 << 10) // wide), 16)
     while N > 16 and heads * sequences * triton.cdiv(D_V, N) < 0.9 * runtime.processors(query.device):
         N //= 2
-    return Cut(N, 4, 2 if query.dtype.itemsize == 2 and architecture(query.device) != "other" else 1)
+    if query.dtype.itemsize == 4 or architecture(query.device) == "other":
+        return Cut(N, 4, 1)
+    # A third chunk on its way takes a quarter off the time of an H100, where it fits.
+    room = shared_memory(query.device) or 0
+    return Cut(N, 4, 3 if N <= 32 and wide <= 256 and room > 220 << 10 else 2)
 
 
 def through(

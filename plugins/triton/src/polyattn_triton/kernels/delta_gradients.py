@@ -23,14 +23,14 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from polyattn_triton.kernels.delta_chunks import Cut, Prepared, cut_for, level, numbers, place, through
+from polyattn_triton.kernels.delta_chunks import Cut, Prepared, cut_for, level, near_blocks, numbers, place, through
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
 
 __all__ = ["gradients"]
 
-_COLLECT = {False: Cut(64, 8, 2), True: Cut(32, 8, 2)}
-"""How `collected` is cut, N being channels, without and with a decay for each."""
+_COLLECT = Cut(32, 4, 2)
+"""How `collected` is cut, N being channels."""
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "size", "scale"])
@@ -42,6 +42,7 @@ def _returned(
 ):  # fmt: skip
     """N columns of dS of a head, through the chunks of one sequence, the last one first."""
     tile, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    size = tl.cast(size, tl.int64)
     heads: tl.constexpr = H * GROUP
     i, d, e = tl.arange(0, C), tl.arange(0, K), tile * N + tl.arange(0, N)
     in_d, in_e = d < D, e < D_V
@@ -173,7 +174,14 @@ def _collected(
                 kept = kept * tl.exp(end) + tl.sum(k_wide * older, 0)
                 dq += same * k_wide
                 older += same * q_wide
-                for n in range(LEVELS):
+                n_near, pairs, to, fro = near_blocks(G, C, W, LEVELS, dtype)
+                P_here, L_here = cast(tl.where(pairs, dP, 0.0), dtype), cast(tl.where(pairs, dL, 0.0), dtype)
+                k_from = k_wide * fro
+                dq += to * dot(P_here, cast(k_from, dtype))
+                younger += to * dot(L_here, cast(k_from * weight[:, None], dtype))
+                older += fro * dot(tl.trans(P_here), cast(q_wide * to, dtype))
+                back += fro * dot(tl.trans(L_here), cast(k_wide * to, dtype))
+                for n in range(n_near, LEVELS):
                     pairs, factor = level(G, n, C, W)
                     k_here, q_here = cast(k_wide * factor, dtype), cast(q_wide * factor, dtype)
                     P_here, L_here = cast(tl.where(pairs, dP, 0.0), dtype), cast(tl.where(pairs, dL, 0.0), dtype)
@@ -215,6 +223,7 @@ def gradients(
     chunk, kda, size, K = made.inverse.shape[-1], gate.ndim == 4, B * T, max(triton.next_power_of_2(D), 16)
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     N, warps, stages = cut or cut_for(query, H_V, D_V, sequences)
+    stages = min(stages, 2)
     dout, dlast = dout.to(query.dtype).contiguous(), dlast.contiguous()
     dvalue, dstates, dstate = torch.empty_like(dout), torch.empty_like(states), torch.empty_like(dlast)
     tiles = triton.cdiv(D_V, N)
@@ -228,7 +237,7 @@ def gradients(
     strides = (*query.stride()[:3], *key.stride()[:3])
     chunks, batch, _ = numbers(B, T, cu_seqlens, chunk)
     E = max(triton.next_power_of_2(D_V), 16)
-    W, collecting, ahead = collect or _COLLECT[kda]
+    W, collecting, ahead = collect or _COLLECT
     with runtime.device_of(query):
         _returned[tiles, H_V, sequences](
             query, key, made.inverse, made.seen, made.sums, made.betas, made.rows, made.ends, starts, fresh, dout,
