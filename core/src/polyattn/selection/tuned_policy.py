@@ -7,7 +7,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest
-from ..contract.names import parts
 from ..registry.distributions import distribution_version
 from ..registry.manager import PluginManager, get_manager
 from ..tuning import NOTHING, Advice, Measured, Place, advise, driver, mode, place_of, shipped_advice, watch
@@ -75,9 +74,7 @@ def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
     like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
-    how = "cost model" if said.predicted else "tuned"
-    kinds = [(*parts(name), said.by.get(name), why) for name, why in said.order]
-    tuned = tuple(Choice(name, why, like, by or kind, how) for name, kind, by, why in kinds)
+    tuned = tuple(Choice(name, why, like, kind, said.how) for name, why, kind in said.choices())
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 

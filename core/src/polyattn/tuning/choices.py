@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..contract import AttentionRequest
@@ -55,6 +55,17 @@ class Advice:
     kin: SimilarRequest | None = None
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: bool = False
+
+    @property
+    def how(self) -> str:
+        """Who chooses, as `Selection.source` says it."""
+        return "cost model" if self.predicted else "tuned"
+
+    def choices(self) -> Iterator[tuple[str, str, str]]:
+        """Backend, why, and whose kernels they are, the fastest first."""
+        for whole, why in self.order:
+            name, kind = parts(whole)
+            yield name, why, self.by.get(whole) or kind
 
 
 NOTHING = Advice()
