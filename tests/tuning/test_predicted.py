@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+import polyattn
 from polyattn import tuning
 from polyattn.contract import AttentionRequest
 from polyattn.errors import ConfigError
@@ -172,3 +173,19 @@ def test_a_model_that_was_not_measured_is_left_to_the_others():
 def test_rates_that_are_none_are_refused(data):
     with pytest.raises(ConfigError, match=r"^a file: the rates of .*; give for each device its matmul, read, units"):
         rates_of(data, "a file")
+
+
+def test_the_seeds_rules_can_be_asked_for(monkeypatch):
+    asked = with_lengths(ENCODER, 32, 512, 512)
+    monkeypatch.setenv("POLYATTN_RULES", "seed")
+    try:
+        polyattn.configure()
+        assert chosen(asked).source == "platform rule"
+        assert chosen(ENCODER).source == "platform rule"
+        assert chosen(asked, H200).source == "tuned", "what was measured counts all the same"
+        monkeypatch.setenv("POLYATTN_RULES", "fast")
+        with pytest.raises(ConfigError, match=r"rules='fast' \(environment POLYATTN_RULES\) is not 'model' or 'seed'"):
+            polyattn.configure()
+    finally:
+        monkeypatch.delenv("POLYATTN_RULES")
+        polyattn.configure()

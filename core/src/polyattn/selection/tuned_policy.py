@@ -74,7 +74,7 @@ def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
     like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
-    tuned = tuple(Choice(name, why, like, kind, said.how) for name, why, kind in said.choices())
+    tuned = tuple(Choice(name, why, like, kind, said.how) for name, why, kind in said.choices(current_settings().rules))
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 

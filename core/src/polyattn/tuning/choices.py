@@ -61,9 +61,10 @@ class Advice:
         """Who chooses, as `Selection.source` says it."""
         return "cost model" if self.predicted else "tuned"
 
-    def choices(self) -> Iterator[tuple[str, str, str]]:
-        """Backend, why, and whose kernels they are, the fastest first."""
-        for whole, why in self.order:
+    def choices(self, rules: str) -> Iterator[tuple[str, str, str]]:
+        """Backend, why, and whose kernels they are, the fastest first. rules: `Settings.rules`; where it is "seed", no
+        prediction is a choice."""
+        for whole, why in () if self.predicted and rules == "seed" else self.order:
             name, kind = parts(whole)
             yield name, why, self.by.get(whole) or kind
 
