@@ -11,6 +11,7 @@ choices by this are. Nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -31,6 +32,8 @@ _POINTS, _LEAST = 12, 10
 """Measurements that a prediction is made of; a group of requests with fewer than the second is not predicted."""
 _REACH = 0.5
 """Distance in which the weight of a measurement falls by e. Distances are about octaves, see `_place`."""
+_LIGHT = 0.02
+"""Measurements of less weight beside the nearest are left out."""
 _FARTHEST = 4.0
 """A request that is farther than this from all that was measured is not predicted."""
 _GRID = 16
@@ -42,6 +45,8 @@ _SLOW = 4
 _TILE = 64
 _KEPT = 256
 _NONE = (0.0, 0.0)
+_Near = tuple[Sequence["_Point"], Sequence[tuple[float, ...]]]
+"""Measurements, and their places."""
 _Placed = tuple[tuple[float, ...], tuple[float, ...], float]
 _BACKWARD = 3.5
 """Operations of a forward with its backward, in forwards."""
@@ -101,10 +106,12 @@ class _Point(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Measurements that say something of each other. host: microseconds until a call returns, by backend."""
+    """Measurements that say something of each other. host: microseconds until a call returns, by backend. devices: that
+    they are of, in words."""
 
     points: Sequence[_Point]
     host: Mapping[str, float]
+    devices: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Model:
 
     groups: Mapping[str, _Group]
     rates: Rates
-    _near: dict[tuple[str, tuple[float, ...], str], Sequence[_Point]] = dataclasses.field(default_factory=dict)
+    _near: dict[tuple[str, tuple[float, ...], str], _Near] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Sequence[Row], rates: Mapping[str, Rates], device: str, arch: str) -> Model | None:
@@ -158,7 +165,7 @@ class Model:
         some = [self._predict(group, request, one, but) for one, _ in lengths.most_common(_GRID)]
         return [one for one in some if one is not None]
 
-    def _candidates(self, group: str, flags: tuple[float, ...], but: str) -> Sequence[_Point]:
+    def _candidates(self, group: str, flags: tuple[float, ...], but: str) -> _Near:
         """Those that differ least in what is or is not, as few of such kinds as have enough measurements."""
         key = (group, flags, but)
         if key not in self._near:
@@ -168,24 +175,27 @@ class Model:
             points.sort(key=lambda p: math.dist(flags, p.flags))
             enough = len(points) >= _LEAST
             last = math.dist(flags, points[min(_POINTS, len(points)) - 1].flags) if enough else 0.0
-            self._near[key] = [p for p in points if math.dist(flags, p.flags) <= last] if enough else ()
+            near = [p for p in points if math.dist(flags, p.flags) <= last] if enough else []
+            self._near[key] = near, [p.at for p in near]
         return self._near[key]
 
     def _predict(self, group: str, request: AttentionRequest, lengths: Lengths, but: str) -> Measured | None:
         here, flags, roof = _place(request, lengths, self.rates)
-        points = self._candidates(group, flags, but)
+        points, places = self._candidates(group, flags, but)
         if not points:
             return None
-        dist = math.dist
-        offs = [dist(here, p.at) for p in points]
+        offs = list(map(math.dist, places, itertools.repeat(here)))
         order = sorted(range(len(offs)), key=offs.__getitem__)[:_POINTS]
         nearest = offs[order[0]]
         if nearest > _FARTHEST or all(points[i].flags[0] != flags[0] for i in order):
             return None
-        total = base = 0.0
+        total, base, count = 0.0, 0.0, 0
         beside: dict[str, tuple[float, float]] = {}
         for i in order:
             weight, point = math.exp((nearest - offs[i]) / _REACH), points[i]
+            if weight < _LIGHT:
+                break
+            count += 1
             total += weight
             base += weight * point.base
             for name, value in point.beside:
@@ -193,8 +203,8 @@ class Model:
                 beside[name] = (above + weight * value, below + weight)
         base = roof + base / total
         times = {name: math.exp(base + above / below) for name, (above, below) in beside.items()}
-        said = f"from {len(order)} measurements on {' and '.join(dict.fromkeys(points[i].device for i in order))}"
-        host = self.groups[group].host
+        _, host, devices = self.groups[group]
+        said = f"from {count} measurement{'s' if count > 1 else ''} on {devices}"
         issued = {name: host[name] for name in times if name in host}
         return Measured(lengths, times, "", True, issued, points[order[0]].rule, predicted=said)
 
@@ -230,7 +240,8 @@ def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
                 _whole(row, row.value.get("rule", "")),
             )
         )
-    return _Group(found, {name: statistics.median(some) for name, some in hosts.items()})
+    host = {name: statistics.median(some) for name, some in hosts.items()}
+    return _Group(found, host, " and ".join(dict.fromkeys(point.device for point in found)))
 
 
 def _whole(row: Row, name: str) -> str:
