@@ -353,6 +353,8 @@ def a_model_that_is_copied() -> None:
         inputs = tensors()
         assert model.training
         torch.testing.assert_close(other[0](*inputs), one(*inputs))
+        other[0].register_forward_hook(lambda *_: 1 / 0)
+        one(*inputs)  # a hook of the copy is not the model's
 
 
 # What goes wrong is told on every rank.
@@ -413,10 +415,34 @@ def a_rank_that_refuses() -> None:
             *(("query has 4",) if rank else ("rank 1 refused", "InvalidInputError: query has 4")),
             call=lambda: layer(*(bad if rank else tensors())),
         )
+        wrong = {"lengths=4; a list": {"lengths": 4}}
+        if layer._ranks.ring.size == 1:
+            wrong["place is a str"] = {"place": "front"}
+        for words, given in wrong.items():
+            raised(
+                InvalidInputError if rank else RankError, words,
+                call=lambda given=given: layer(*tensors(), **(given if rank else {})),
+            )  # fmt: skip
         layer(*tensors())
 
     for layer in both():
         tried(layer)
+
+
+@case(2)
+def an_error_that_is_not_of_polyattn() -> None:
+    """Of a plugin, say: the other ranks are told all the same."""
+    rank = torch.distributed.get_rank()
+    for layer in both():
+        right = layer._agreement._selections
+        if rank:
+            layer._agreement._selections = lambda *_: [][1]
+        raised(
+            IndexError if rank else RankError, *(() if rank else ("rank 1 refused", "IndexError: ")),
+            call=lambda layer=layer: layer(*tensors()),
+        )  # fmt: skip
+        layer._agreement._selections = right
+        layer(*tensors())
 
 
 @case(2)
@@ -427,6 +453,28 @@ def ranks_that_choose_otherwise() -> None:
         raised(
             ConfigError, "rank 0 would serve", f"and rank 1 by reference@{DEVICE.type}",
             call=lambda layer=layer: layer(*tensors()),
+        )  # fmt: skip
+
+
+@case(2)
+def layers_that_name_different_backends() -> None:
+    """Of heads that do not divide, ranks have different calls, and meet the backends' names in another order."""
+    for heads, backend in ((5, None), (6, "reference")):
+        layer_of(Setting(ulysses=2, backend=backend))(*tensors(heads=heads))
+    few = tensors(3 * torch.distributed.get_rank(), heads=7)  # and here the first rank has none at all
+    for backend in (None, "reference"):
+        layer_of(Setting(ring=2, backend=backend))(*few)
+        few = tensors(heads=7)
+
+
+@case(2)
+def second_derivatives() -> None:
+    for layer in both():
+        query, key, value = (t.requires_grad_() for t in tensors())
+        out, _ = layer(query, key, value)
+        raised(
+            UnsupportedRequestError, "a second derivative", "LocalAttention",
+            call=lambda out=out, query=query: torch.autograd.grad(out.square().sum(), query, create_graph=True),
         )  # fmt: skip
 
 

@@ -202,7 +202,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "fp8 rows of another width": (
         lambda: fp8_rows(query=torch.ones(3, 4, 512)),
-        r"query rows have 512 numbers and v_head_dim is 512; rows of fp8_e4m3 with scales by block128 hold 576, the first",
+        r"query rows have 512 numbers and v_head_dim is 512; rows of fp8_e4m3 with scales by block128 hold 576",
     ),
     "fp8 rows, v_head_dim": (
         lambda: fp8_rows(v_head_dim=128),

@@ -40,7 +40,7 @@ from polyattn.tuning.rows import canonical
 from polyattn.tuning.similarity import distance, numbers_of
 from polyattn.tuning.times import age
 
-HERE = Place("chip", "sm90", (("torch", "2.11"),))
+HERE = Place("chip", "chip1", (("torch", "2.11"),))
 REQUEST = AttentionRequest(dtype="bfloat16", heads=8, kv_heads=2, causal="bottom_right")
 
 

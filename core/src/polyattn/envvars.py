@@ -22,6 +22,8 @@ ENVVARS: dict[str, str] = {
     "POLYATTN_ATTENTION_BACKEND": "backend for every call that names none",
     "POLYATTN_COMPONENT_ATTENTION_BACKENDS": "component=backend pairs, comma separated; also component.role=backend",
     "POLYATTN_ATTENTION_BACKEND_CONFIG": "options of the backends, in any form of --attention-backend-config",
+    "POLYATTN_RULES": "who chooses where nothing was measured: model (default), the cost model before the platform "
+    "rules; seed, the platform rules alone",
     "POLYATTN_TUNING": "use (default): choices measured on this device are used; off: those measurements are not read; "
     "online: what nobody measured is, at its first large call",
     "POLYATTN_TRACE": "file that the requests of this process are added to; `polyattn trace` sets it",

@@ -32,7 +32,7 @@ class TestRecords(AttentionRecords):
         Asked("a tree on latent pages", "cuda:sm80", "triton", {**MLA, "spec_topk": 4}),
         Asked("linear verification", "rocm:gfx942", "triton", LINEAR),
         Asked("none on NPUs", "npu", "triton", LINEAR, "phase='verify' is not one of"),
-        Asked("dsa", "xpu", "dsa", {**MLA, "method": "dsa"}),
+        Asked("dsa", "xpu", "dsa", {**MLA, "token_topk": 64}),
     )
 
 

@@ -238,8 +238,10 @@ def _listed_rows(platform: str) -> tuple[Row, ...]:
         large=platform in INDEXED,
     )
     plain = row(kv_dtype="auto", **kernel)
-    stored = (row(**{**kernel, **how}) for how in STORED["mla"])
-    return (plain, *stored)
+    packed, numbers, fp4 = STORED["mla"]
+    one_width = {**kernel, "head_dim": 576, "v_head_dim": 512}
+    in_blocks = {**kernel, "head_dim": Range(16, multiple_of=16)}
+    return (plain, row(**one_width, **packed), row(**kernel, **numbers), row(**in_blocks, **fp4))
 
 
 def _flex_serving_rows(platform: str) -> tuple[Row, ...]:

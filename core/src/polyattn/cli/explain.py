@@ -157,8 +157,8 @@ def explain(
     mode = given["speculative_attention_mode"] or "prefill"
     if mode not in ("prefill", "decode"):
         raise ConfigError(f"--speculative-attention-mode {mode!r} must be prefill or decode")
-    if (options := given["attention_backend_config"]) is not None:
-        words = {"attention_backend": backend, "attention_backend_config": options}
+    words = {name: given[name] for name in ("attention_backend", "attention_backend_config", "rules")}
+    if words["attention_backend_config"] is not None or words["rules"] is not None:
         settings = configure_by("the command line", {name: word for name, word in words.items() if word is not None})
         if problems := check_settings(settings, backend_names(get_manager().backends.values())):
             raise ConfigError("; ".join(problems))

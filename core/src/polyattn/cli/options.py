@@ -181,6 +181,16 @@ OPTIONS: tuple[Option, ...] = (
         )
         for phase, where in (("", ""), ("prefill_", " in prefill"), ("decode_", " in decode and of drafts"))
     ),
+    Option(
+        "rules",
+        str,
+        "Who chooses where nothing was measured: model, the cost model first, or seed, the platform rules alone.",
+        "WHO",
+        WHO,
+        _CHOICE | _VARIABLES,
+        usual="model",
+        setting=True,
+    ),
     Option("strict", bool, "Take a documented fallback for an error.", "", WHO, _CHOICE | _VARIABLES, setting=True),
     Option(
         "page_size",

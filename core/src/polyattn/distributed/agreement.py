@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import scalars
-from ..errors import ConfigError, InvalidInputError, PolyattnError, RankError, UnsupportedRequestError, did_you_mean
+from ..contract import Place, scalars
+from ..dispatch.rank_agreement import ELSEWHERE
+from ..errors import ConfigError, InvalidInputError, RankError, UnsupportedRequestError, did_you_mean
 from ..selection.select import Selection
 from ..semantics import validation
 from .plan import Plan
 from .ranks import MeshRanks
 from .rounds import tell
 
-__all__ = ["Agreement", "Call", "Three", "is_of_heads", "word"]
+__all__ = ["Agreement", "Call", "Three", "compared", "is_of_heads", "word"]
 
 _TEXT_AT = ("front", "back")
 _PLANS_KEPT = 256
@@ -54,6 +55,16 @@ class Call(NamedTuple):
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
 
+@contextlib.contextmanager
+def compared() -> Iterator[None]:
+    """Leave choices made here to `Agreement`, which compares them before a rank waits for another."""
+    token = ELSEWHERE.set(True)
+    try:
+        yield
+    finally:
+        ELSEWHERE.reset(token)
+
+
 class Agreement:
     """What the ranks of a layer agreed on.
 
@@ -84,10 +95,10 @@ class Agreement:
             RankError: another rank refused the call or did not come. UnsupportedRequestError: nobody serves it.
         """
         said: dict[str, Any] = {}
-        wrong: PolyattnError | None = None
+        wrong: Exception | None = None
         try:
             said = self._said(call)
-        except PolyattnError as error:
+        except Exception as error:  # noqa: BLE001 - the others are told of any, and it is raised here
             wrong, said = error, {"wrong": f"{type(error).__name__}: {error}"}
         declared = repr(sorted(said.items())) if said.get("lengths") else ""
         if declared in self._plans:
@@ -111,7 +122,7 @@ class Agreement:
             self._plans[declared] = plan
         return plan
 
-    def _told(self, said: dict[str, Any], wrong: PolyattnError | None) -> list[dict[str, Any]]:
+    def _told(self, said: dict[str, Any], wrong: Exception | None) -> list[dict[str, Any]]:
         """What the ranks said, where none of them found anything wrong."""
         if wrong is not None:
             with contextlib.suppress(RankError):  # where lengths were declared, the others may not come
@@ -153,6 +164,10 @@ class Agreement:
         if call.place is not None:
             _check_place(call)
         if lengths is not None:
+            if not isinstance(lengths, (tuple, list)):
+                raise InvalidInputError(
+                    f"lengths={scalars.shown(lengths)}; a list with S of each rank is needed, in the order of the mesh"
+                )
             lengths = [scalars.length("lengths", one) for one in lengths]
             if len(lengths) != len(self._ranks.ranks) or lengths[self._ranks.index] != query.shape[1]:
                 raise InvalidInputError(
@@ -177,11 +192,11 @@ class Agreement:
 
     def _compare(self, plan: Plan, call: Call) -> None:
         """Look at who will serve the calls on each rank, before the first of them."""
-        wrong: PolyattnError | None = None
+        wrong: Exception | None = None
         said: dict[str, Any]
         try:
             said = {"chosen": [_choice(one) for one in self._selections(plan, call)]}
-        except PolyattnError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             wrong, said = error, {"wrong": f"{type(error).__name__}: {error}"}
         first: dict[str, tuple[int, str, str]] = {}
         for rank, one in zip(self._ranks.ranks, self._told(said, wrong), strict=True):
@@ -221,6 +236,8 @@ def is_of_heads(given: Any) -> bool:
 
 
 def _check_place(call: Call) -> None:
+    if not isinstance(call.place, Place):
+        raise InvalidInputError(f"place is a {type(call.place).__name__}; a polyattn.video.Place is needed")
     (batch, tokens, heads, _), text = call.own[0].shape, call.text is not None
     for name, given in call.place.tensors.items():
         if is_of_heads(given) and (given.shape[2] != heads or given.shape[1] not in ((1,) if text else (1, tokens))):

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ..errors import UnsupportedRequestError
 from .plan import Heads, Plan, Span, splits
 from .ranks import MeshRanks, Ranks
 
 __all__ = [
     "all_segments",
+    "first_only",
     "heads_of_tokens",
     "join_heads",
     "picked_heads",
@@ -29,7 +31,18 @@ __all__ = [
     "wide",
 ]
 
-_Side = Sequence[tuple[int, int]]
+
+def first_only(grads: Sequence[Tensor | None]) -> None:
+    """Refuse gradients of gradients, which what ranks exchange would drop.
+
+    Raises:
+        UnsupportedRequestError: autograd records, and a gradient that came is recorded.
+    """
+    if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in grads):
+        raise UnsupportedRequestError(
+            "a second derivative is wanted of a layer over ranks, which exchange numbers and not how they came about. "
+            'Compute it where one rank has all tokens, by LocalAttention(backend="reference")'
+        )
 
 
 def wide(tensor: Tensor) -> torch.dtype:
@@ -102,6 +115,7 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        first_only(grads)
         plan, mesh, picks, heads = ctx.given
         return (None, None, None, *_collect_heads(plan, mesh, picks, heads, grads))
 
@@ -116,6 +130,7 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        first_only(grads)
         plan, mesh, picks = ctx.given
         return (None, None, None, None, *_scatter_heads(plan, mesh, picks, grads))
 
@@ -201,6 +216,7 @@ class _Reordered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        first_only(grads)
         ranks, source, target = ctx.given
         return (None, None, None, *_move(ranks, source, target, grads))
 
@@ -249,6 +265,7 @@ class _TextHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_only((grad,))
         mesh, pick, whole, heads = ctx.given
         total = _placed(grad, pick, heads)
         if whole:
@@ -266,6 +283,7 @@ class _JoinHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_only((grad,))
         mesh, pick, whole = ctx.given
         return None, None, None, None, _split(mesh, pick, whole, grad)
 

@@ -18,7 +18,7 @@ from ..dispatch.part import Part, bind_part
 from ..errors import InvalidInputError, UnsupportedRequestError
 from ..selection.select import Selection
 from ..semantics.autograd import recording
-from .agreement import Agreement, Call, Three, is_of_heads, word
+from .agreement import Agreement, Call, Three, compared, is_of_heads, word
 from .exchange import (
     all_segments,
     heads_of_tokens,
@@ -175,6 +175,7 @@ class USPAttention(nn.Module):
             return (out, lse) if self._lse else out
         return (out, lse, words, word_lse) if self._lse else (out, words)
 
+    @compared()
     def _run(self, call: Call) -> _Results:
         """(out, lse, text_out, text_lse), the last two None without text."""
         plan, ranks = self._agreement.plan(call), self._ranks
@@ -312,8 +313,11 @@ class USPAttention(nn.Module):
         return found
 
     def __deepcopy__(self, memo: Any) -> USPAttention:
-        # A copy of a model is on the same ranks, whose process groups cannot be copied; of numbers there are none here.
-        return copy.copy(self)
+        # A copy of a model is on the same ranks, whose process groups cannot be copied. What torch keeps of any module,
+        # such as hooks and parameters that a subclass has, is the copy's own.
+        other = copy.copy(self)
+        vars(other).update((name, copy.deepcopy(vars(self)[name], memo)) for name in vars(nn.Module()))
+        return other
 
     def extra_repr(self) -> str:
         """The mesh, and the bound arguments that are not the default."""

@@ -18,9 +18,10 @@ from torch import distributed as dist
 
 from ..dispatch.part import Part
 from ..registry.device_ops import device_ops
-from ..semantics.autograd import attention_backward, refuse_second
+from ..semantics.autograd import attention_backward
 from ..semantics.merge_lse import merge, merge_shares
-from .exchange import wide
+from .agreement import compared
+from .exchange import first_only, wide
 from .plan import Plan, Span, Split, visible
 from .ranks import Ranks
 
@@ -122,8 +123,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
-            refuse_second()
+        first_only(grads)
         names = ctx.names
         saved = ctx.saved_tensors
         tensors, results = _named(names, saved[: 3 * len(names)], 3), _named(names, saved[3 * len(names) :], 2)
@@ -290,7 +290,9 @@ def merge_over(ranks: Ranks, out: Tensor, lse: Tensor, sinks: Tensor | None = No
     parts = packed.unsqueeze(0)
     if ranks.size > 1:
         parts = packed.new_empty(ranks.size, *packed.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), packed, group=ranks.group)
+        # torch renamed it in 2.13, and warns of the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(parts.flatten(0, 1), packed, group=ranks.group)
     kernel = getattr(device_ops(out.device.type), "merge", None)
     if kernel is None or lse.dtype != torch.float32:
         merged, total = merge(parts[..., :-1].unbind(), parts[..., -1].unbind(), sinks=sinks)
@@ -301,6 +303,7 @@ def merge_over(ranks: Ranks, out: Tensor, lse: Tensor, sinks: Tensor | None = No
     return merged.view(out.shape), total.view(lse.shape)
 
 
+@compared()
 def gradients(ring: Ring, tensors: Any, results: Any, grads: Any, segments: Any) -> dict[str, tuple[Tensor, ...]]:
     """(dq, dk, dv) of "own" and "text", given (out, lse) of the whole and their gradients, either of which may be None.
 

@@ -23,9 +23,9 @@ class Selection:
         request: the request in normal form. backend, platform, provider: who serves it.
         lowerings: exact rewrites between the request and the kernel, in order. plan: what they do and what they cost
             (None where there are none, or the adapter is planned).
-        source: what decided (`argument`, `use_backend`, ..., `tuned`, `platform rule`, `priority`, `lowering` where
-            nothing takes the request as it is, `fallback from X`, or `rule of X` where X leaves such calls to others).
-            why: the sentence behind it.
+        source: what decided (`argument`, `use_backend`, ..., `tuned`, `cost model`, `platform rule`, `priority`,
+            `lowering` where nothing takes the request as it is, `fallback from X`, or `rule of X` where X leaves such
+            calls to others). why: the sentence behind it.
         rejected: every other backend that was asked and refused, with its reasons.
         others: backends that would serve it too. planned: the adapter is not built in this version (what-if only).
         evidence: how far the backend was shown to work here. notes: what else a reader should know.

@@ -113,7 +113,7 @@ def _with_notes(selection: Selection, there: Catalogue, policy: Policy) -> Selec
     for device in () if asked else shipped_devices(request.arch):
         measured = shipped_policy(policy, request, place=Place(device, request.arch))
         tuned = select(request, there, measured)
-        if tuned.source == "tuned":
+        if tuned.source in ("tuned", "cost model"):
             notes.append(f"on {device}: {tuned.backend}, {tuned.why}")
     return dataclasses.replace(selection, notes=(*selection.notes, *notes))
 

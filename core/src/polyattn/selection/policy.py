@@ -16,13 +16,14 @@ class Choice:
     Attributes:
         like: of a measurement, the request that was measured, where it is another one: a backend that serves the two
             in different ways is not chosen for it. kind: and whose kernels were measured (`names.kind_of`): those of
-            no other library are chosen for it.
+            no other library are chosen for it. how: what `Selection.source` says of it.
     """
 
     name: str
     source: str
     like: AttentionRequest | None = None
     kind: str = ""
+    how: str = "tuned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Policy:
 
     Attributes:
         choice: the highest-ranking explicit choice, None = automatic.
-        tuned: what was measured for this request on this device: backends, the fastest first, and the figures.
+        tuned: what was measured or predicted for this request on this device: backends, the fastest first, and why.
         avoid: backends, or NAME/KIND, not to be chosen by themselves. notes: what measuring has to say besides.
         strict: a documented fallback is an error.
         lowering: exact rewrites may be used where a backend does not take a request as it is.

@@ -1,7 +1,7 @@
 """Selection: (request, what is installed, what people asked for) -> one backend with reasons. Pure: no I/O, no torch.
 
 Precedence, highest first: what was asked for by name (the caller resolves its own chain into one `Choice`), the
-tuned choice, the platform rules (`AutoRule`, lowest rank first), priority.
+tuned choice, the predicted one, the platform rules (`AutoRule`, lowest rank first), priority.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _by_itself(asked: Judge) -> Selection | None:
     for choice in policy.tuned:
         said = asked.take(named[choice.name], choice.kind) if choice.name in named else None
         if said is not None and said.provider is not None and asked.same_way(said, choice):
-            return _selection(asked, said, "tuned", choice.source)
+            return _selection(asked, said, choice.how, choice.source)
     for rule, offer in order.rules:
         try:
             claimed = holds(rule.when, request)

@@ -7,7 +7,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ..contract import AttentionRequest
-from ..contract.names import parts
 from ..registry.distributions import distribution_version
 from ..registry.manager import PluginManager, get_manager
 from ..tuning import NOTHING, Advice, Measured, Place, advise, driver, mode, place_of, shipped_advice, watch
@@ -55,7 +54,7 @@ def measured_policy(policy: Policy, request: AttentionRequest) -> Policy:
 def policy_of(policy: Policy, request: AttentionRequest, one: Measured) -> Policy:
     """A policy with what one measurement says, whatever the lengths."""
     order = tuple((name, "measured") for name in one.costs(recorded=bool(request.graph_capture)))
-    return _advised(policy, request, Advice(order, policy.avoid, policy.notes, one.kin, one.by))
+    return _advised(policy, request, Advice(order, policy.avoid, policy.notes, one.kin, one.by, bool(one.predicted)))
 
 
 def shipped_policy(
@@ -75,7 +74,7 @@ def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
     if not (said.order or said.avoid or said.notes):
         return policy
     like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
-    tuned = tuple(Choice(parts(name)[0], why, like, said.by.get(name) or parts(name)[1]) for name, why in said.order)
+    tuned = tuple(Choice(name, why, like, kind, said.how) for name, why, kind in said.choices(current_settings().rules))
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 

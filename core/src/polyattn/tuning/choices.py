@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..contract import AttentionRequest
@@ -46,7 +46,7 @@ class Advice:
         order: (backend, why), the fastest first. avoid: backends that are quarantined for it.
         notes: what else a reader should know: who is quarantined and why, which measurements are not used.
         kin: whose measurements these are, where they are not of the request itself.
-        by: as `Measured`.
+        by: as `Measured`. predicted: nothing was measured of it: these are predictions.
     """
 
     order: tuple[tuple[str, str], ...] = ()
@@ -54,6 +54,19 @@ class Advice:
     notes: tuple[str, ...] = ()
     kin: SimilarRequest | None = None
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    predicted: bool = False
+
+    @property
+    def how(self) -> str:
+        """Who chooses, as `Selection.source` says it."""
+        return "cost model" if self.predicted else "tuned"
+
+    def choices(self, rules: str) -> Iterator[tuple[str, str, str]]:
+        """Backend, why, and whose kernels they are, the fastest first. rules: `Settings.rules`; where it is "seed", no
+        prediction is a choice."""
+        for whole, why in () if self.predicted and rules == "seed" else self.order:
+            name, kind = parts(whole)
+            yield name, why, self.by.get(whole) or kind
 
 
 NOTHING = Advice()
@@ -99,13 +112,20 @@ def measured(request: AttentionRequest, place: Callable[[], Place]) -> Sequence[
 
 def advising(request: AttentionRequest, place: Callable[[], Place], tuning: str = "") -> Sequence[Measured]:
     """Return all measurements that count for a request: its own, then those of similar requests, without
-    backends that are quarantined for it. tuning: as `known`."""
+    backends that are quarantined for it; where there are none, predictions at some lengths. tuning: as `known`."""
     here = known(request, place, tuning)
-    return () if here is NOT_ANY else _advising(here, request_key(request))
+    if here is NOT_ANY:
+        return ()
+    key = request_key(request)
+    return _advising(here, key) or _without_held(here, key, here.model.grid(request, key) if here.model else ())
 
 
 def _advising(here: Known, key: Mapping[str, Any]) -> Sequence[Measured]:
-    found, held = here.advising(key), here.quarantined.get(canonical(key))
+    return _without_held(here, key, here.advising(key))
+
+
+def _without_held(here: Known, key: Mapping[str, Any], found: Sequence[Measured]) -> Sequence[Measured]:
+    held = here.quarantined.get(canonical(key)) if found else None
     if not held:
         return found
     # Who has nobody left to choose leaves it to others.
@@ -130,7 +150,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place], tuning: str = 
         f"{name} is quarantined for such requests: {reason}; `polyattn tune --release {name}` lets it be chosen again"
         for name, reason in held.items()
     ]
-    said = _order(request, _advising(here, fields))
+    said = _order(request, here, fields)
     if all(one.shipped for one in here.own(fields)) and (others := here.elsewhere(fields)):
         notes.append(f"{len(others)} measurements of such requests are not used: {'; '.join(dict.fromkeys(others))}")
     return dataclasses.replace(said, avoid=tuple(held), notes=tuple(notes))
@@ -142,16 +162,25 @@ def shipped_advice(request: AttentionRequest, place: Callable[[], Place], *, own
     Args:
         request, place: as `advise`. own: False leaves out what they have of this very request.
     """
-    return _order(request, shipped(place).advising(request_key(request), own=own))
+    return _order(request, shipped(place), request_key(request), own=own)
 
 
-def _order(request: AttentionRequest, found: Sequence[Measured]) -> Advice:
+def _order(request: AttentionRequest, here: Known, key: Mapping[str, Any], *, own: bool = True) -> Advice:
+    found = _without_held(here, key, here.advising(key, own=own))
     lengths, recorded = (request.batch_bucket, request.q_bucket, request.k_bucket), bool(request.graph_capture)
     if not any(lengths):
         # Nobody knows whether another tree has this one's size.
-        return _overall([one for one in found if one.kin is None] if request.tree else found, recorded)
-    near = _near(found, lengths, recorded, NEAR, tree=request.tree)
-    return near if near is not NOTHING else _near(found, lengths, recorded, FAR, tree=request.tree)
+        found = [one for one in found if one.kin is None] if request.tree else found
+        if not found and here.model is not None:
+            found = _without_held(here, key, here.model.grid(request, key, own=own))
+        return _overall(found, recorded)
+    for reach in (NEAR, FAR):
+        if (near := _near(found, lengths, recorded, reach, tree=request.tree)) is not NOTHING:
+            return near
+    if here.model is None or 0 in lengths or (one := here.model.at(request, key, lengths, own=own)) is None:
+        return NOTHING
+    left = _without_held(here, key, [one])
+    return _of(left[0], recorded) if left else NOTHING
 
 
 def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, reach: int, *, tree: bool) -> Advice:
@@ -204,14 +233,16 @@ def _overall(found: Sequence[Measured], recorded: bool) -> Advice:
     }
     rules = {m.rule for m in found}
     when = "" if not found else where(min(found, key=lambda one: (one.shipped, one.date)))
-    all_of_them = f"the fastest over {len(found)} measured lengths, {when}{describe_origin(kin)}"
-    order = ranked(losses, rules.pop() if len(rules) == 1 else "", kin)
+    predicted = any(m.predicted for m in found)
+    how = "predicted" if predicted else "measured"
+    all_of_them = f"the fastest over {len(found)} {how} lengths, {when}{describe_origin(kin)}"
+    order = ranked(losses, rules.pop() if len(rules) == 1 else "", own=kin is None and not predicted)
     whom = {name: f"with {kind}, " for name, kind in by.items()}
     said = tuple((name, f"{whom.get(name, '')}{losses[name]:.2f} x {all_of_them}") for name in order)
-    return Advice(said, kin=kin, by=by)
+    return Advice(said, kin=kin, by=by, predicted=predicted)
 
 
 def _of(one: Measured, recorded: bool) -> Advice:
     """Turn one measurement into advice."""
     order = tuple((name, one.why(name)) for name in one.costs(recorded=recorded))
-    return Advice(order, kin=one.kin, by=one.by)
+    return Advice(order, kin=one.kin, by=one.by, predicted=bool(one.predicted))

@@ -8,7 +8,7 @@ import importlib.resources
 import json
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..contract import AttentionRequest
 from ..errors import ConfigError
@@ -16,6 +16,7 @@ from ..registry.foreign import Run
 from ..registry.manager import get_manager
 from .current import cached, mode, store
 from .kernels import bucket
+from .predicted import Model, Rates, rates_of
 from .rows import BACKEND, Place, Row, canonical, row_of, when
 from .similarity import Numbers, distance, numbers_of, scaled
 from .store import FORMAT, Asked
@@ -28,6 +29,7 @@ __all__ = [
     "measured_of",
     "shipped",
     "shipped_devices",
+    "shipped_rates",
     "shipped_rows",
 ]
 
@@ -68,11 +70,13 @@ class Known:
     Attributes:
         tables: what plugins ship. place: of the measurements of the store; None: it is not asked.
         quarantined: backend -> reason, by the text of `request_key`.
+        model: predicts what was not measured; None = nothing is known of such devices.
     """
 
     tables: Tables = dataclasses.field(default_factory=Tables)
     place: Place | None = None
     quarantined: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    model: Model | None = None
     _asked: dict[str, Asked] = dataclasses.field(default_factory=dict)
     _own: dict[str, Sequence[Measured]] = dataclasses.field(default_factory=dict)
     _kin: dict[tuple[str, bool], Sequence[Measured]] = dataclasses.field(default_factory=dict)
@@ -180,12 +184,10 @@ def _read(place: Callable[[], Place]) -> Known:
     for one in held:
         if one.place == here:
             quarantined.setdefault(canonical(one.key), {})[one.backend] = one.reason
-    tables = shipped(place).tables
-    return (
-        Known(tables, here if measured else None, quarantined)
-        if measured or quarantined or tables.measured
-        else NOT_ANY
-    )
+    ships = shipped(place)
+    if not (measured or quarantined or ships.tables.measured or ships.model):
+        return NOT_ANY
+    return Known(ships.tables, here if measured else None, quarantined, ships.model)
 
 
 def _ask(place: Place, text: str) -> Asked:
@@ -201,16 +203,17 @@ def shipped(place: Callable[[], Place]) -> Known:
     if not shipped_rows():
         return NOT_ANY
     here = place()
-    return cached(("shipped", here.device, here.arch, get_manager().measurements), lambda: Known(_tables(here)))
+    return cached(("shipped", here.device, here.arch, get_manager().measurements), lambda: _shipped(here))
 
 
-def _tables(here: Place) -> Tables:
-    """Return what the authors of plugins measured on such a device."""
+def _shipped(here: Place) -> Known:
+    """Return what the authors of plugins measured on such a device, and what it says of others of its architecture."""
+    model = Model.of(shipped_rows(), shipped_rates(), here.device, here.arch)
     found: dict[str, dict[Lengths, Measured]] = {}
     for row in shipped_rows():
         if (row.place.device, row.place.arch) == (here.device, here.arch):
             _keep(found.setdefault(canonical(row.key["request"]), {}), row, shipped=True)
-    return Tables.of(found)
+    return Known(Tables.of(found), model=model)
 
 
 def _keep(found: dict[Lengths, Measured], row: Row, *, shipped: bool = False) -> None:
@@ -228,7 +231,12 @@ def measured_of(row: Row, *, shipped: bool = False) -> Measured:
 def shipped_rows() -> Sequence[Row]:
     """The measurements of backends that come with plugins, the latest last, read once in a process. A file that cannot
     be used is said once, and the others are used."""
-    return _read_tables(get_manager().measurements)
+    return _read_tables(get_manager().measurements).rows
+
+
+def shipped_rates() -> Mapping[str, Rates]:
+    """The rates of devices by name, as plugins have them beside their measurements."""
+    return _read_tables(get_manager().measurements).rates
 
 
 def shipped_devices(arch: str) -> list[str]:
@@ -236,25 +244,34 @@ def shipped_devices(arch: str) -> list[str]:
     return sorted({row.place.device for row in shipped_rows() if row.place.arch == arch})
 
 
+class _Read(NamedTuple):
+    """What plugins ship: measurements, and the rates of devices by name."""
+
+    rows: Sequence[Row]
+    rates: Mapping[str, Rates]
+
+
 @functools.lru_cache(maxsize=4)
-def _read_tables(announced: tuple[tuple[str, str], ...]) -> Sequence[Row]:
+def _read_tables(announced: tuple[tuple[str, str], ...]) -> _Read:
     found: list[Row] = []
+    rates: dict[str, Rates] = {}
     for name, file in announced:
         with Run() as run:
             try:
-                found += _read_table(file)
+                some, more = _read_table(file)
+                found, rates = [*found, *some], {**rates, **more}
             except BaseException as exc:  # the import of a stranger's package may raise anything
                 if run.ended_by_host(exc):
                     raise
                 label, why = get_manager().plugins[name].label, f"{type(exc).__name__}: {exc}"
                 warnings.warn(f"the measurements of plugin {label} are not used: {why}", RuntimeWarning, stacklevel=2)
-    return tuple(sorted(found, key=lambda row: when(row.date)))
+    return _Read(tuple(sorted(found, key=lambda row: when(row.date))), rates)
 
 
-def _read_table(file: str) -> list[Row]:
+def _read_table(file: str) -> tuple[list[Row], dict[str, Rates]]:
     package, _, path = file.partition(":")
     data = json.loads(importlib.resources.files(package).joinpath(path).read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
         raise ConfigError(f"{file} is no export of `polyattn tune`, which has format {FORMAT!r}")
     rows = [row_of(one, f"{file}: measurement {i}") for i, one in enumerate(data["measurements"])]
-    return [row for row in rows if row.subject == BACKEND]
+    return [row for row in rows if row.subject == BACKEND], rates_of(data.get("rates", {}), file)

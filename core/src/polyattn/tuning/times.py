@@ -55,6 +55,7 @@ class Measured:
         by: whose kernels they are (`polyattn.selection.aliases.kind_of`), by backend, where that was written down.
         kin: whose times these are, where they are not of the request itself.
         late: backends that have no time because there was none left to measure them in.
+        predicted: what these times were predicted from (`predicted.Model`), in words; "" = they were measured.
     """
 
     lengths: Lengths
@@ -66,12 +67,13 @@ class Measured:
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kin: SimilarRequest | None = None
     late: tuple[str, ...] = ()
+    predicted: str = ""
 
     def costs(self, *, recorded: bool) -> dict[str, float]:
         """Microseconds by backend, who is to be chosen first. The host issues a call while the device works on those
         before it, so the slower of both counts; a `recorded` one is issued with its graph."""
         found = {name: time if recorded else max(time, self.host.get(name, 0.0)) for name, time in self.times.items()}
-        return ranked(found, self.rule, self.kin)
+        return ranked(found, self.rule, own=self.kin is None and not self.predicted)
 
     def without(self, held: Collection[str]) -> dict[str, float]:
         """The times of those who are not quarantined, by their own name or their backend's."""
@@ -85,7 +87,10 @@ class Measured:
         """The figures behind a choice, and how old they are."""
         beside = ", ".join(f"{name} {self._took(name)}" for name in self.times if name != backend)
         batch, s_q, s_k = self.lengths if self.kin is None else self.kin.lengths
-        took = f"{self._took(backend)}{f' (others: {beside})' if beside else ''}"
+        if self.predicted:
+            took = f"predicted {self._took(backend)}{f' against {beside}' if beside else ''}"
+        else:
+            took = f"{self._took(backend)}{f' (others: {beside})' if beside else ''}"
         return f"{took} at batch {batch}, S_q {s_q}, S_k {s_k}, {where(self)}{describe_origin(self.kin)}"
 
     def _took(self, backend: str) -> str:
@@ -94,16 +99,18 @@ class Measured:
         return f"{took} with {self.by[backend]}" if backend in self.by else took
 
 
-def ranked(costs: Mapping[str, float], rule: str, kin: SimilarRequest | None) -> dict[str, float]:
+def ranked(costs: Mapping[str, float], rule: str, *, own: bool) -> dict[str, float]:
     """Sort backends by cost. The one that the rules choose stays first unless another is faster by more than `SAME`
-    (`SAME_OF_OTHERS` if another request was measured)."""
-    least = (SAME if kin is None else SAME_OF_OTHERS) * min(costs.values(), default=0.0)
+    (`SAME_OF_OTHERS` if it is not this request's `own` times)."""
+    least = (SAME if own else SAME_OF_OTHERS) * min(costs.values(), default=0.0)
     kept = rule if costs.get(rule, math.inf) <= least else ""
     return dict(sorted(costs.items(), key=lambda item: (item[0] != kept, item[1], item[0])))
 
 
 def where(one: Measured) -> str:
     """Return where the times are from, or how old they are, in words."""
+    if one.predicted:
+        return one.predicted
     return "shipped with a plugin" if one.shipped else f"measured {age(one.date)}"
 
 

@@ -31,6 +31,8 @@ __all__ = [
 KV_CACHE_DTYPES: dict[str, str] = {"auto": "auto", **{w: name for w, name in DTYPE_WORDS.items() if w != "fp64"}}
 """What `--kv-cache-dtype` accepts -> the dtype name that requests use."""
 
+RULES = ("model", "seed")
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -47,6 +49,8 @@ class Settings:
         component_attention_backends: "component" or "component.role" -> backend.
         attention_backend_config: backend -> its options, merged option by option, not yet checked.
         strict: a documented fallback, or a broken plugin, is an error.
+        rules: who chooses where nothing was measured: "model", the cost model before the platform rules, or "seed",
+            the platform rules alone.
         sources: where each came from: a field's name, "component_attention_backends.NAME",
             "attention_backend_config.BACKEND" or "attention_backend_config.BACKEND.OPTION" -> "command line",
             "environment POLYATTN_...", "config file PATH". What several layers gave names all, the strongest first.
@@ -62,6 +66,7 @@ class Settings:
     component_attention_backends: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attention_backend_config: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     strict: bool = False
+    rules: str = "model"
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def source(self, name: str) -> str:
@@ -98,6 +103,13 @@ def _mode(name: str, value: Any, source: str) -> str:
     return str(value)
 
 
+def _rules(name: str, value: Any, source: str) -> str:
+    if value not in RULES:
+        near = did_you_mean(str(value), RULES)
+        raise ConfigError(f"{name}={show(value)} ({source}) is not {' or '.join(map(repr, RULES))}.{near}")
+    return str(value)
+
+
 def _kv_dtype(name: str, value: Any, source: str) -> str:
     if not isinstance(value, str) or value not in KV_CACHE_DTYPES:
         near = did_you_mean(str(value), KV_CACHE_DTYPES)
@@ -126,6 +138,7 @@ _SCALARS: dict[str, Callable[[str, Any, str], Any]] = {
     "kv_cache_dtype": _kv_dtype,
     "page_size": _page_size,
     "strict": _strict,
+    "rules": _rules,
 }
 _COMPONENTS, _OPTIONS = "component_attention_backends", "attention_backend_config"
 _NAMES = tuple(field.name for field in dataclasses.fields(Settings) if field.name != "sources")

@@ -16,7 +16,7 @@ from ...selection.select import Choice, Policy, Selection, select
 
 __all__ = ["Companion", "companion"]
 
-_AUTOMATIC = frozenset({"tuned", "platform rule", "priority", "lowering"})
+_AUTOMATIC = frozenset({"tuned", "cost model", "platform rule", "priority", "lowering"})
 """`Selection.source` where nobody asked for a backend."""
 
 

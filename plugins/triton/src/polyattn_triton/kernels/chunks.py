@@ -299,6 +299,8 @@ def _choice(query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: flo
         query, *((means, means) if exact else split(means)), own.to(torch.int32), numbers, words, *query.stride()[:3],
         S, chunks, kept, 0.0 if threshold is None else threshold, D=D, K=width, PIECE=max(16, min(32, width)),
         GROUP=H // H_kv, N=tile, C=wide, SHARE=threshold is not None, EXACT=exact, num_warps=8,
+        # Means of 512 chunks that are loaded ahead are 132 KiB of shared memory, and 32 where nothing is.
+        num_stages=3 if architecture(query.device) == "hopper" else 1,
     )  # fmt: skip
     firsts = torch.zeros(B, H, S + 1, dtype=torch.int32, device=query.device)
     torch.cumsum(numbers, -1, dtype=torch.int32, out=firsts[..., 1:])

@@ -1,0 +1,192 @@
+"""Times that are predicted where nothing was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import polyattn
+from polyattn import tuning
+from polyattn.contract import AttentionRequest
+from polyattn.errors import ConfigError
+from polyattn.selection.inspection import catalogue
+from polyattn.selection.select import Choice, Policy, Selection, select
+from polyattn.selection.tuned_policy import shipped_policy
+from polyattn.tuning import Place, backend_row, request_key, request_of, with_lengths
+from polyattn.tuning.known import shipped, shipped_rates, shipped_rows
+from polyattn.tuning.predicted import Model, Rates, rates_of
+
+H200, H100 = Place("NVIDIA H200", "sm90"), Place("NVIDIA H100 80GB HBM3", "sm90")
+SERVED = {"family": "paged", "layout": "THD", "page_size": 16, "platform": "cuda", "arch": "sm90"}
+DECODE = AttentionRequest(phase="decode", s_relation="one", heads=32, kv_heads=8, **SERVED).normalised()
+ENCODER = AttentionRequest(heads=16, kv_heads=16, head_dim=64, platform="cuda", arch="sm90").normalised()
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
+    monkeypatch.delenv("POLYATTN_TUNING", raising=False)
+    tuning.reload()
+    yield
+    tuning.reload()
+
+
+def model(device: str = H100.device, **more: Rates) -> Model:
+    found = Model.of(shipped_rows(), {**shipped_rates(), **more}, device, "sm90")
+    assert found is not None
+    return found
+
+
+def predicted(request: AttentionRequest, lengths: tuple[int, int, int], device: str = H100.device) -> dict[str, float]:
+    one = model(device).at(request, request_key(request), lengths)
+    return {} if one is None else dict(one.times)
+
+
+def chosen(request: AttentionRequest, place: Place = H100, policy: Policy | None = None) -> Selection:
+    versions = {name: version for row in shipped_rows() for name, version in row.place.versions}
+    return select(request, catalogue(versions), shipped_policy(policy or Policy(), request, place=place))
+
+
+def test_another_device_of_the_architecture_gets_a_prediction_with_its_figures():
+    said = chosen(with_lengths(ENCODER, 32, 512, 512))
+    assert (said.backend, said.source) == ("triton", "cost model")
+    assert said.why.startswith("predicted ")
+    assert " against " in said.why
+    assert re.search(r"at batch 32, S_q 512, S_k 512, from \d+ measurements on NVIDIA H200$", said.why)
+
+
+def test_a_cache_of_eight_bits_goes_to_who_was_fast_with_one():
+    eight = dataclasses.replace(DECODE, heads=64, kv_dtype="fp8_e4m3", kv_scales="tensor").normalised()
+    times = predicted(eight, (32, 1, 8192))
+    assert 2 * times["triton"] < times["fa3"]
+    assert min(times, key=lambda name: times[name]) == "triton"
+
+
+def test_what_was_measured_is_found_again():
+    """Who is fastest in a measurement is predicted within a few percent of it, nearly everywhere."""
+    off = []
+    here = model(H200.device)
+    for row in shipped_rows():
+        key = row.key["request"]
+        one = here.at(request_of(key), key, (row.key["batch"], row.key["q"], row.key["k"]))
+        best = row.value["backend"]
+        if one is not None and best in one.times:
+            off.append(abs(one.times[best] / row.value["times"][best] - 1))
+    assert len(off) > 150
+    assert sorted(off)[len(off) // 2] < 0.1
+
+
+def test_what_is_bound_by_memory_scales_with_its_rate_and_what_is_not_does_not():
+    slow = {
+        name: time / predicted(DECODE, (64, 1, 32768), H200.device)[name]
+        for name, time in predicted(DECODE, (64, 1, 32768)).items()
+    }
+    assert slow["triton"] == pytest.approx(4800 / 3350, rel=0.1)
+    long = dataclasses.replace(ENCODER, head_dim=128).normalised()
+    same = predicted(long, (1, 32768, 32768))["triton"] / predicted(long, (1, 32768, 32768), H200.device)["triton"]
+    assert same == pytest.approx(1, rel=0.05)
+
+
+def test_a_device_without_rates_is_taken_for_the_one_that_was_measured():
+    assert predicted(DECODE, (8, 1, 4096), "a new one") == predicted(DECODE, (8, 1, 4096), H200.device)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"alibi": True}, {"deterministic": True}, {"kv_dtype": "int8", "kv_scales": "token"}, {"kv_layout": "HND"}],
+)
+def test_nothing_is_said_of_requests_of_which_nothing_is_known(changed):
+    asked = dataclasses.replace(DECODE, **changed).normalised()
+    assert predicted(asked, (8, 1, 4096)) == {}
+    assert model().grid(asked, request_key(asked)) == ()
+
+
+def test_other_architectures_are_not_predicted():
+    assert Model.of(shipped_rows(), shipped_rates(), "NVIDIA B200", "sm100") is None
+    assert Model.of(shipped_rows(), {}, H200.device, "sm90") is None
+    assert Model.of((), shipped_rates(), H200.device, "sm90") is None
+
+
+def test_quantised_caches_are_not_guessed_from_others():
+    plain = [row for row in shipped_rows() if "kv_dtype" not in row.key["request"]]
+    found = Model.of(plain, shipped_rates(), H100.device, "sm90")
+    eight = dataclasses.replace(DECODE, kv_dtype="fp8_e4m3", kv_scales="tensor").normalised()
+    assert found is not None
+    assert found.at(eight, request_key(eight), (8, 1, 4096)) is None
+    assert found.at(DECODE, request_key(DECODE), (8, 1, 4096)) is not None
+
+
+def test_what_was_measured_and_what_was_asked_for_come_before():
+    asked = with_lengths(ENCODER, 32, 512, 512)
+    assert chosen(asked, policy=Policy(Choice("fa", "argument"))).source == "argument"
+    tuning.record(backend_row(H100, ENCODER, (32, 512, 512), {"flex_attention": 1.0, "triton": 2.0}, "a test"))
+    assert [name for name, _ in tuning.advise(asked, lambda: H100).order] == ["flex_attention", "triton"]
+    assert not tuning.advise(asked, lambda: H100).predicted
+
+
+def test_who_is_quarantined_is_not_predicted_to_be_fast():
+    asked = with_lengths(ENCODER, 32, 512, 512)
+    first = tuning.advise(asked, lambda: H100).order[0][0]
+    tuning.quarantine(tuning.Quarantined(H100, first, request_key(ENCODER), "wrong", "2026-11-27"))
+    said = tuning.advise(asked, lambda: H100)
+    assert said.predicted
+    assert first not in [name for name, _ in said.order]
+
+
+def test_without_lengths_it_is_the_best_over_those_of_others_like_it():
+    said = chosen(ENCODER)
+    assert said.source == "cost model"
+    assert "predicted lengths" in said.why
+    assert len(tuning.advising(ENCODER, lambda: H100)) > 5
+    assert all(one.predicted for one in tuning.advising(ENCODER, lambda: H100))
+
+
+def test_nothing_is_predicted_where_measurements_are_off(monkeypatch):
+    monkeypatch.setenv("POLYATTN_TUNING", "off")
+    assert tuning.advise(with_lengths(ENCODER, 32, 512, 512), lambda: H100) == tuning.NOTHING
+
+
+def test_a_model_that_was_not_measured_is_left_to_the_others():
+    """`own=False` leaves out all measurements of the request."""
+    key = json.loads(next(iter(shipped(lambda: H200).tables.measured)))
+    request = request_of(key)
+    here = model(H200.device)
+    lengths = next(p.lengths for group in here.groups.values() for p in group.points if json.loads(p.text) == key)
+    with_it, without = (here.at(request, key, lengths, own=own) for own in (True, False))
+    assert with_it is not None
+    assert without is not None
+    assert with_it.times != without.times
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        {"x": 1},
+        {"x": {"matmul": 1, "read": 1}},
+        {"x": {"matmul": 0, "read": 1, "units": 1}},
+        {"x": {"matmul": True, "read": 1, "units": 1}},
+    ],
+)
+def test_rates_that_are_none_are_refused(data):
+    with pytest.raises(ConfigError, match=r"^a file: the rates of .*; give for each device its matmul, read, units"):
+        rates_of(data, "a file")
+
+
+def test_the_seeds_rules_can_be_asked_for(monkeypatch):
+    asked = with_lengths(ENCODER, 32, 512, 512)
+    monkeypatch.setenv("POLYATTN_RULES", "seed")
+    try:
+        polyattn.configure()
+        assert chosen(asked).source == "platform rule"
+        assert chosen(ENCODER).source == "platform rule"
+        assert chosen(asked, H200).source == "tuned", "what was measured counts all the same"
+        monkeypatch.setenv("POLYATTN_RULES", "fast")
+        with pytest.raises(ConfigError, match=r"rules='fast' \(environment POLYATTN_RULES\) is not 'model' or 'seed'"):
+            polyattn.configure()
+    finally:
+        monkeypatch.delenv("POLYATTN_RULES")
+        polyattn.configure()
