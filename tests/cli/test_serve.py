@@ -206,7 +206,7 @@ def test_a_plan_asks_for_the_same_bits_in_any_batch(run: Run, tmp_path: Path) ->
         assert [entry["request"]["batch_invariant"] for entry in done.data["phases"]] == [wanted, wanted]
     done = run("serve", "--engine", "vllm", "--model", "m", "--batch-invariant", "--dry-run")
     assert done.code == 2
-    assert "vllm has no such flag" in " ".join(done.out.split())
+    assert "vllm has no such flag" in " ".join(done.err.split())
 
 
 def test_a_plan_says_who_computes_images(run: Run, tmp_path: Path) -> None:

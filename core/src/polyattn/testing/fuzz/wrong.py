@@ -194,6 +194,7 @@ _STATIC: dict[str, Change] = {
     "causal tensor of one": _to(causal=torch.tensor(True)),
     **_any("return_lse", "no", 1.0, 2, None, []),
     **_any("deterministic", "no", 0.0, None),
+    **_any("batch_invariant", "no", 0.0, None),
     "return_lse tensor": _to(return_lse=torch.tensor(True)),
     "deterministic tensor": _to(deterministic=torch.zeros(2)),
     **_any("window", (True, False), (0, True), (-1, False)),
