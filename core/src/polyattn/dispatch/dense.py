@@ -430,7 +430,7 @@ def attention(
         InvalidInputError: an argument no backend could serve. UnsupportedRequestError: none here can, or the named
             one cannot; the message has everyone's reasons. BackendUnavailableError: the named one is not here.
     """
-    if not (chunk is NO_CHUNK and place is alibi is segments is None and batch_invariant is False):
+    if not (chunk is NO_CHUNK and place is None and alibi is None and segments is None and batch_invariant is False):
         from .placed import at
 
         own = (
