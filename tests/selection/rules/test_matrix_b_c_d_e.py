@@ -398,7 +398,11 @@ def test_portable_kernels_have_one_set_of_limits(name: str) -> None:
     platforms = ["cuda", "rocm", "xpu", "musa", "npu", "cpu"]
     if name == "sage_sla_attn":
         platforms.remove("cpu")  # which emulates it, in more dtypes and widths than a kernel takes
-    everywhere = [[(r.when, r.allows, r.lowered) for r in _portable(name, platform)] for platform in platforms]
+    everywhere = []
+    for platform in platforms:  # graphs are of cuda and rocm, which has a test of its own
+        rows = _portable(name, platform)
+        allows = [{field: given for field, given in r.allows.items() if field != "graph_capture"} for r in rows]
+        everywhere.append([(r.when, found, r.lowered) for r, found in zip(rows, allows, strict=True)])
     assert all(rows == everywhere[0] for rows in everywhere)
     configs = {get_manager().backends[name, platform].config for platform in platforms}
     assert len(configs) == 1
