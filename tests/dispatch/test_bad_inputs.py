@@ -807,13 +807,13 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "explain with torch's keywords",
         lambda: polyattn.explain(polyattn.attention, QUERY, KEY, KEY, is_causal=True, mask=None, enable_gqa=True),
         InvalidInputError,
-        r"attention, ...\): .* 'is_causal'; attention takes .*, segments\. torch's .*; the mask is attn_mask .*; en",
+        r"attention, ...\): .* 'is_causal'; attention takes .*, batch_invariant\. torch's .*; the mask is attn_mask .*; en",
     ),
     (
         "explain with a misspelt keyword",
         lambda: polyattn.explain(polyattn.varlen_attention, QUERY, KEY, KEY, widow=(3, 0)),
         InvalidInputError,
-        r"explain\(varlen_attention, ...\): .*; varlen_attention takes .*, alibi\. Did you mean 'window'\?",
+        r"explain\(varlen_attention, ...\): .*; varlen_attention takes .*, batch_invariant\. Did you mean 'window'\?",
     ),
     (
         "explain a layer",

@@ -900,11 +900,13 @@ def test_fa4_trains_192_and_128_on_hopper_as_it_is_with_keys_for_each_head(
     assert (selection.provider, selection.lowerings) == ("fa4/flash-attn-4", steps)
 
 
-def test_a_cache_in_fp8_is_dequantised_not_read_with_rounded_queries() -> None:
+def test_a_cache_in_fp8_is_read_with_rounded_queries_only_where_that_is_said() -> None:
     fields: dict[str, Any] = {"family": "paged", "page_size": 64, "phase": "decode", "s_relation": "one"}
     request = AttentionRequest(**fields, kv_dtype="fp8_e4m3", kv_scales="head")
     where: dict[str, Any] = {"platform": "cuda:sm90", "installed": ("flash-attn-3",)}
-    assert what_if(request, **where, backend="fa3").lowerings == ("dequantise_kv",)
+    assert what_if(request, **where, backend="fa3", strict=True).lowerings == ("dequantise_kv",)
+    named = what_if(request, **where, backend="fa3")
+    assert (named.backend, named.source) == ("fa3_fp8", "argument, before fa3")
     assert what_if(request, **where).backend == "triton"
 
 

@@ -76,6 +76,7 @@ class _PagedOptions(_Tables, total=False):
 
 class _LatentOptions(_Tables, total=False):
     v_head_dim: int
+    token_indices: Tensor | None
 
 class _BindOptions(TypedDict, total=False):
     causal: _Causal
