@@ -614,7 +614,6 @@ def test_words_that_name_nobody_are_refused(asked, change, said):
     "change, said",
     [
         ({"kv_dtype": "int8"}, "no format of latent rows in int8 is defined; take one of fp8_e4m3, fp8_e5m2"),
-        ({"kv_dtype": "fp4_e2m1", "head_dim": 56}, "in fp4_e2m1 have no scales by block16"),
         ({"kv_heads": 2}, "a latent layer has one row for all heads"),
         ({"v_head_dim": 128}, "the value is the first part of a row: 1 to 64"),
         ({"softcap": 30.0}, "latent attention .family mla. has none"),

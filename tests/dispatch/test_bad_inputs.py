@@ -807,7 +807,7 @@ NAMES: list[tuple[str, Callable[[], Any], type[PolyattnError], str]] = [
         "explain with torch's keywords",
         lambda: polyattn.explain(polyattn.attention, QUERY, KEY, KEY, is_causal=True, mask=None, enable_gqa=True),
         InvalidInputError,
-        r"attention, ...\): .* 'is_causal'; attention takes .*, batch_invariant\. torch's .*; the mask is attn_mask .*; en",
+        r"attention, ...\): .* 'is_causal'; attention takes .*_invariant\. torch's .*; the mask is attn_mask .*; en",
     ),
     (
         "explain with a misspelt keyword",

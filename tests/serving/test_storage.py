@@ -41,7 +41,7 @@ def test_bytes_of_a_latent_row():
 
 def test_latent_rows_beside_others_have_their_own_scales():
     config = KVCacheConfig("fp8_e4m3", scales="head")
-    with pytest.raises(ConfigError, match=r"layer 2: latent rows .* in fp8_e4m3 have no scales by head"):
+    with pytest.raises(ConfigError, match=r"layer 2: no format of fp8_e4m3 with scales by head holds latent"):
         formats(MLA, config, torch.bfloat16)
     assert [f.scales for f in formats(LLAMA, config, torch.bfloat16)] == ["head", "head"]
     for scales in ("", "block128"):
@@ -99,18 +99,18 @@ def test_what_no_cache_has_is_refused(given, message):
         (
             MLA,
             {"dtype": "fp4_e2m1", "scales": "tensor"},
-            r"formats of fp4_e2m1: block16, widths that are multiples of 16",
+            r"those of fp4_e2m1: block16, widths that are multiples of 16",
         ),
         (MLA, {"dtype": "bf16", "scales": "tensor"}, r"layer 2: latent rows in bfloat16 have no scales"),
         (
             AttentionLayer(4, 4, 1, 40, v_head_dim=32, scale=0.2, latent=True),
             {"dtype": "fp8_e4m3", "scales": "block128"},
-            r"\(D_c \+ D_r, D_c\) = \(40, 32\) in fp8_e4m3 .*: block128, \(576, 512\) only; tensor \(one scale of 1",
+            r"= \(40, 32\); those of fp8_e4m3: block128, \(576, 512\) only; tensor \(one scale of 1\), any width",
         ),
         (
             AttentionLayer(4, 4, 1, 40, v_head_dim=32, scale=0.2, latent=True),
             {"dtype": "fp4_e2m1"},
-            r"= \(40, 32\) in fp4_e2m1 have no scales by block16; .* or keep this model's cache in its own dtype",
+            r"no format of fp4_e2m1 holds latent rows .* = \(40, 32\); .* or keep this model's cache in its own dtype",
         ),
     ],
 )

@@ -243,16 +243,18 @@ def _latent_scales(layer: AttentionLayer, scales: str, name: str) -> str:
     asked = [form for form in known if not scales or form.kv_scales == scales.replace("tensor", "")]
     fitting = [form for form in asked if form.takes(layer.dims)]
     if not fitting:
+        how = f" with scales by {scales}" if scales else ""
         raise ConfigError(
-            f"layer {layer.layer_id}: latent rows of (D_c + D_r, D_c) = {layer.dims} in {name} have no scales by "
-            f"{scales or known[0].kv_scales}; formats of {name}: {'; '.join(map(_described, known))}. Leave scales "
-            f"empty, or keep this model's cache in its own dtype (auto)"
+            f"layer {layer.layer_id}: no format of {name}{how} holds latent rows of (D_c + D_r, D_c) = {layer.dims}; "
+            f"those of {name}: {'; '.join(map(_described, known))}. Leave scales empty for the one that fits, or keep "
+            "this model's cache in its own dtype (auto)"
         )
     return fitting[0].kv_scales
 
 
 def _described(form: LatentFormat) -> str:
-    widths = f"{form.widths} only" if form.widths else f"widths that are multiples of {form.multiple_of}"
+    free = f"widths that are multiples of {form.multiple_of}" if form.multiple_of > 1 else "any width"
+    widths = f"{form.widths} only" if form.widths else free
     return f"{form.kv_scales or 'tensor (one scale of 1)'}, {widths}"
 
 
