@@ -28,7 +28,7 @@ from .times import Lengths, Measured
 
 __all__ = ["Model", "Rates", "rates_of"]
 
-_POINTS, _LEAST = 12, 10
+_POINTS, _LEAST = 12, 5
 """Measurements that a prediction is made of; a group of requests with fewer than the second is not predicted."""
 _REACH = 0.5
 """Distance in which the weight of a measurement falls by e. Distances are about octaves, see `_place`."""
@@ -296,14 +296,14 @@ def _place(request: AttentionRequest, lengths: Lengths, rates: Rates) -> _Placed
         2.0 * (s_q == 1),
     )
     sizes = (
-        0.5 * log2(bound),
+        0.35 * log2(bound),
         0.3 * max(min(log2(compute / memory), 3.0), -6.0),
         max(min(log2(tiles / rates.units), 4.0), -6.0),
         log2(dim),
         float(dim & (dim - 1) != 0),
         0.7 * log2(group),
         0.5 * (not log2(group).is_integer()),
-        0.5 * log2(s_q),
+        0.8 * log2(s_q),
         0.5 * log2(s_k),
         0.3 * (request.layout == "BHSD"),
         0.1 * log2(max(page, 16)),
