@@ -1,14 +1,16 @@
 """How good choices and kernels are on shapes that nobody chose: a sheet of `random_sheet.py` on a GPU, in minutes.
 
     python benchmarks/random_sheet.py 71 72 73 --rows 2 --out random.yaml
-    python benchmarks/random_shapes.py random.yaml --processes 14 --json FILE
+    FLASHINFER_DISABLE_JIT=1 python benchmarks/random_shapes.py random.yaml --processes 14 --json FILE
     python benchmarks/random_shapes.py --render FILE     # a result file as the tables of docs/benchmarks.md
 
-It is `polyattn bench` in little, for a machine that is there for minutes only: processes side by side compile all kernels
-and check all results first, in the places where kernels differ, and one process then times what was right, in rounds.
-The first rounds are the measurement that a tuned choice is made by; what counts are the others. Of each row there is
-who would be chosen, where everything that is here is installed and where only Triton and PyTorch are: by the rules, by
-what plugins ship (on a device that none of it is of: the cost model), and by the first rounds.
+It is `polyattn bench` in little, for a machine that is there for minutes only: processes side by side compile all
+kernels and check all results first, in the places where kernels differ, and one process then times what was right, in
+rounds. The first rounds are the measurement that a tuned choice is made by; what counts are the others. Of each row
+there is who would be chosen, where everything that is here is installed and where only Triton and PyTorch are: by the
+rules, by what plugins ship (on a device that none of it is of: the cost model), and by the first rounds. A call costs
+what its device or its host takes longer for (`polyattn.tuning.Measured.costs`); one that is replayed costs its device's
+time, and so does one whose host was not timed.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from polyattn.selection.inspection import catalogue, served_by
 from polyattn.selection.select import Catalogue, Choice, Policy, Selection, select
 from polyattn.selection.tuned_policy import shipped_policy, tuning_place
 from polyattn.tuning import backend_row
+from polyattn.tuning.times import SAME
 
 PEERS = str(Path(__file__).parent / "peers")
 LEFT_OUT = ("flex_attention", "fla", "fa4", "flashinfer_cascade")
@@ -49,18 +52,20 @@ others are not installed, or serve none of these rows."""
 _CANDIDATES = ("[!f]*", "fa*", "flash*", "triton")
 """All that may be chosen by themselves but FlexAttention; Triton also where it may not."""
 FEW = ("polyattn", "polyattn-cuda", "polyattn-triton", "torch", "triton")
-INSTALLED = ("all libraries", "Triton and PyTorch")
+INSTALLED = ("everything here", "Triton and PyTorch")
 HOW = ("rules", "model", "tuned")
 """Choices: by the rules of the platform; by the cost model; by the first rounds."""
 TRIED, ROUNDS = 3, 6
 LOW, WORST = 0.85, 0.75
-_WINDOW = 0.004
+_WINDOW, _ISSUED = 0.004, 9
 _NEAR = 2.0
 """Times slower than the fastest, and nobody asks for more rounds."""
 
 
 def rows_of(sheet: Path) -> list[Row]:
-    return [row for family in read([sheet]).families for row in family.rows]
+    """The rows in turn by family, so that a run that is cut short has some of each."""
+    found = [(number, row) for family in read([sheet]).families for number, row in enumerate(family.rows)]
+    return [row for _, row in sorted(found, key=lambda one: one[0])]
 
 
 def entrants(asked: Workload, device: torch.device) -> list[Entry]:
@@ -129,16 +134,20 @@ def measured(row: Row, said: Mapping[str, str], clock: Clock, tried: int, rounds
     going = [one for one in entrants(asked, device) if said.get(one.name, "not checked") == ""]
     gone = {name: why for name, why in said.items() if why}
     timings: dict[str, Timing] = {}
+    host: dict[str, float] = {}
     for one in going:
         try:
-            timings[one.name] = _timing(one, inputs, clock, recorded=row.recorded)
+            timings[one.name], took = _timing(one, inputs, clock, recorded=row.recorded)
+            if took is not None and one.selection is not None:
+                host[one.name] = took
         except Exception as exc:  # noqa: BLE001 - a library may raise anything
             gone[one.name] = f"failed: {type(exc).__name__}: {exc}"[:200]
     first = {name: one.seconds for name, one in interleaved(timings, tried, settle=False).items()}
     near = [name for name in timings if first[name] <= _NEAR * min(first.values())]
     own = [one for one in going if one.selection is not None and one.name in first]
-    kept = {*near, *(_fastest(first, [one.name for one in own]) if own else [])}
-    chosen = {where: choices(asked, there, own, first) for where, there in _machines().items()}
+    kept = set(near)
+    costs = {name: max(time, host.get(name, 0.0)) for name, time in first.items()}
+    chosen = {where: choices(asked, there, own, costs) for where, there in _machines().items()}
     kept |= {name for how in chosen.values() for name in how.values() if name in timings}
     again = interleaved({name: timings[name] for name in timings if name in kept}, rounds, settle=False)
     us = {name: round(one.seconds * 1e6, 3) for name, one in again.items()}
@@ -155,23 +164,21 @@ def measured(row: Row, said: Mapping[str, str], clock: Clock, tried: int, rounds
         "family": row.family, "row": row.name, "model": row.model, "kind": row.kind, "fields": row.fields(),
         "operations": work.operations, "bytes": work.bytes, "us": us,
         "first": {name: round(seconds * 1e6, 3) for name, seconds in first.items()},
+        "host": {name: round(seconds * 1e6, 3) for name, seconds in host.items()},
         "few": sorted(_few(own, asked)), "choice": chosen, "gone": gone,
         "measurement": written.plain() if written else None,
     }  # fmt: skip
 
 
-def _timing(one: Entry, inputs: Inputs, clock: Clock, *, recorded: bool) -> Timing:
+def _timing(one: Entry, inputs: Inputs, clock: Clock, *, recorded: bool) -> tuple[Timing, float | None]:
+    """What times it, and seconds until a call returns; None of calls that are replayed."""
     call = one.what.prepare(inputs)
     calls = [functools.partial(call, number) for number in range(inputs.count)]
     if recorded:
-        return clock.graph(calls)[0]
-    for each in calls[:2]:
-        each()
-    return functools.partial(clock.calls, calls)
-
-
-def _fastest(times: Mapping[str, float], names: Sequence[str]) -> list[str]:
-    return sorted(names, key=lambda name: times[name])[:1]
+        return clock.graph(calls)[0], None
+    clock.issues(calls[:2])
+    host = min(clock.issues([calls[i % len(calls)] for i in range(_ISSUED)]).seconds for _ in range(2))
+    return functools.partial(clock.calls, calls), host
 
 
 @functools.lru_cache(maxsize=1)
@@ -205,8 +212,8 @@ def _few(own: Sequence[Entry], asked: Workload) -> set[str]:
     return found
 
 
-def choices(asked: Workload, there: Catalogue, own: Sequence[Entry], first: Mapping[str, float]) -> dict[str, str]:
-    """Who is chosen, by `HOW`."""
+def choices(asked: Workload, there: Catalogue, own: Sequence[Entry], costs: Mapping[str, float]) -> dict[str, str]:
+    """Who is chosen, by `HOW`. costs: of the first rounds."""
     names = {_key(one.selection): one.name for one in own if one.selection is not None}
     try:
         said = {
@@ -220,10 +227,11 @@ def choices(asked: Workload, there: Catalogue, own: Sequence[Entry], first: Mapp
     installed = [
         one.name for one in own if _may(one) and (there is _machines()[INSTALLED[0]] or one.name in _few(own, asked))
     ]
-    # As `polyattn.tuning.ranked`: who would be chosen anyway stays unless another is faster by more than 1%.
-    for name in _fastest(first, installed):
+    # As `polyattn.tuning.ranked`: who would be chosen anyway stays unless another is faster by more than that.
+    best = min(installed, key=lambda name: costs[name], default="")
+    if best:
         rule = found["rules"]
-        found["tuned"] = rule if rule in installed and first[rule] <= 1.01 * first[name] else name
+        found["tuned"] = rule if rule in installed and costs[rule] <= SAME * costs[best] else best
     return found
 
 
@@ -237,8 +245,12 @@ def _key(selection: Selection | None) -> tuple[Any, ...]:
 
 def speeds(row: Mapping[str, Any], where: str, how: str) -> float | None:
     """Of a choice beside the fastest candidate that is installed."""
-    few = set(row["few"])
-    able = {n: t for n, t in row["us"].items() if n.startswith(OWN) and (where == INSTALLED[0] or n in few)}
+    few, host = set(row["few"]), row.get("host", {})
+    able = {
+        name: max(time, host.get(name, 0.0))
+        for name, time in row["us"].items()
+        if name.startswith(OWN) and (where == INSTALLED[0] or name in few)
+    }
     name = row["choice"][where].get(how, "")
     return min(able.values()) / able[name] if name in able else None
 
@@ -263,13 +275,21 @@ def figures(found: Sequence[float]) -> list[str]:
 def markdown(result: dict[str, Any]) -> str:
     rows = [row for row in result["rows"] if row.get("us")]
     head = f"rows | geometric mean | least | below {LOW} | below {WORST} |"
-    lines = [f"{report.caption(result)}.", "", f"| installed | choice | {head}", "|---|---|---:|---:|---:|---:|---:|"]
+    gone = (
+        f"; of {len(result['rows'])} rows {len(rows)} were checked in time" if len(rows) < len(result["rows"]) else ""
+    )
+    lines = [
+        f"{report.caption(result)}{gone}.",
+        "",
+        f"| installed | choice | {head}",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
     words = {"rules": "`--rules seed`", "model": "the cost model", "tuned": "tuned"}
     for where in INSTALLED:
         for how in HOW:
             found = [one for row in rows if row["choice"][where] and (one := speeds(row, where, how)) is not None]
             lines.append(f"| {where} | {words[how]} | {' | '.join(figures(found))} |")
-    lines += ["", f"| our Triton kernels over the fastest library | {head}", "|---|---:|---:|---:|---:|---:|"]
+    lines += ["", f"| our Triton kernels over the fastest library | {head}", f"|---{'|---:' * 5}|"]
     families = {"all but training": [row for row in rows if row["kind"] != "training"]}
     for row in rows:
         families.setdefault(row["family"], []).append(row)
