@@ -34,8 +34,9 @@ _REACH = 0.5
 """Distance in which the weight of a measurement falls by e. Distances are about octaves, see `_place`."""
 _LIGHT = 0.02
 """Measurements of less weight beside the nearest are left out."""
-_FARTHEST = 4.0
-"""A request that is farther than this from all that was measured is not predicted."""
+_FARTHEST, _FARTHEST_OF_FEW = 4.0, 3.0
+"""A request that is farther than this from all that was measured is not predicted; the second where that is less than
+`_POINTS`."""
 _GRID = 16
 """Most lengths that are looked at where those of the calls are not known."""
 _LAUNCH = 5.0
@@ -187,7 +188,8 @@ class Model:
         offs = list(map(math.dist, places, itertools.repeat(here)))
         order = sorted(range(len(offs)), key=offs.__getitem__)[:_POINTS]
         nearest = offs[order[0]]
-        if nearest > _FARTHEST or all(points[i].flags[0] != flags[0] for i in order):
+        farthest = _FARTHEST if len(points) >= _POINTS else _FARTHEST_OF_FEW
+        if nearest > farthest or all(points[i].flags[0] != flags[0] for i in order):
             return None
         total, base, count = 0.0, 0.0, 0
         beside: dict[str, tuple[float, float]] = {}
