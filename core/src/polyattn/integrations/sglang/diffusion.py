@@ -237,9 +237,7 @@ class PolyattnDiffusionImpl(theirs.AttentionImpl):  # type: ignore[misc]
         if grid is not None and self.role == "self":
             text = max(tokens - grid[0] * grid[1] * grid[2], 0)
             if text and tokens - text != before:
-                raise _refused(
-                    f"a method of sparse attention over {text} tokens beside the grid {grid}, of text or pad"
-                )
+                raise _refused(f"a sparse method over {text} tokens beside the grid {grid}, of text or padding")
         run = batch.extra.get(_RUN)
         if run is None:
             steps = None if batch.timesteps is None else len(batch.timesteps)
