@@ -3,6 +3,7 @@ and layers of its image and video models. One rank; no model is loaded."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import sys
@@ -275,3 +276,23 @@ def test_a_name_that_cannot_serve_a_layer_is_refused_when_it_is_built(diffusion:
     diffusion.attention_backend = "sage_attn"
     with pytest.raises(polyattn.UnsupportedRequestError, match=r"sage_attn of SGLang is polyattn's here"):
         diffusion.layers.USPAttention(HEADS, DIM)
+
+
+# Starting it ----------------------------------------------------------------------------------------------------------
+
+
+def test_its_command_has_every_flag_that_polyattn_serve_translates() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from polyattn.cli.engines import _INSTALLED, command_of
+
+    host.register()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    asked = {flag for flag in _INSTALLED["sglang"].flags.values() if flag}
+    assert asked <= known, asked - known
+    words, _ = command_of("sglang", "m", {"port": 1, "page_size": 64}, {"kv_cache_dtype": "bf16"}, ["--tp", "2"])
+    told = parser.parse_args(words[words.index("--model-path") :])
+    assert (told.attention_backend, told.disable_cuda_graph) == ("polyattn", True)
+    assert (told.model_path, told.port, told.page_size, told.tp_size) == ("m", 1, 64, 2)
