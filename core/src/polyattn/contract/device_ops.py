@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TokenScorer"]
+__all__ = [
+    "WRITTEN",
+    "BlockOps",
+    "DeviceOps",
+    "RowsWriter",
+    "StepTables",
+    "StepView",
+    "StepWriter",
+    "TailedConv",
+    "TokenScorer",
+]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -121,6 +131,27 @@ class TokenScorer(Protocol):
 
         Returns:
             float32 [T_q, max_pages * page_size]; anything for tokens that a query does not see.
+        """
+
+
+class TailedConv(Protocol):
+    """What `DeviceOps` may have beside writing rows, for layers of linear attention."""
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, slots: Tensor, *,
+        cu_seqlens: Tensor | None = None, parents: Tensor | None = None, drafted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Computes `polyattn.semantics.linear_conv.causal_conv` over tails in a pool, and writes the new tails there.
+
+        Args:
+            x: [B, S, C], in 16 bits or float32. weight: [C, W]. bias: [C].
+            tails: [slots, C, W - 1]. slots: int [N], the tail of each sequence; below 0: zeros, and nothing is written.
+            cu_seqlens: integers [N+1], with B = 1: sequences behind each other. None: N = B.
+            drafted: [slots, most, C, W - 1], most >= S: the tokens are drafts, the tail after draft t goes to
+                drafted[slot, t], and `tails` stays. parents: integers [B, S], see there.
+
+        Returns:
+            [B, S, C].
         """
 
 

@@ -12,6 +12,7 @@ from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.index import index_scores
 from .kernels.merge import merge
 from .kernels.metadata import View, step_launches
+from .kernels.short_conv import causal_conv
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
 if TYPE_CHECKING:
@@ -22,11 +23,12 @@ __all__ = ["BlockOps", "DeviceOps"]
 
 class DeviceOps:
     """Rows of KV pools, quantised and with their scales, in one launch for keys and values; the tables of a step, three
-    views of it in a launch; results of several ranks as one."""
+    views of it in a launch; results of several ranks as one; convolutions over the tails of a pool."""
 
     name = "polyattn-triton"
     merge = staticmethod(merge)
     index_scores = staticmethod(index_scores)
+    causal_conv = staticmethod(causal_conv)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
