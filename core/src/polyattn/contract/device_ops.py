@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TokenScorer"]
+__all__ = [
+    *("WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TokenLister"),
+    "TokenScorer",
+]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -121,6 +124,20 @@ class TokenScorer(Protocol):
 
         Returns:
             float32 [T_q, max_pages * page_size]; anything for tokens that a query does not see.
+        """
+
+
+class TokenLister(Protocol):
+    """What `DeviceOps` may have beside writing rows, for lists of the tokens that an indexer scores highest."""
+
+    def top_tokens(self, scores: Tensor, seen: Tensor, topk: int) -> Tensor:
+        """Lists the tokens of the highest scores, as `polyattn.semantics.token_index.top_tokens`.
+
+        Args:
+            scores: float32 [T_q, S]. seen: int [T_q], tokens that each query sees, the first of S.
+
+        Returns:
+            int32 [T_q, topk], in any order; -1 where a query sees fewer tokens.
         """
 
 

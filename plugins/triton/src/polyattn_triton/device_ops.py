@@ -12,6 +12,7 @@ from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.index import index_scores
 from .kernels.merge import merge
 from .kernels.metadata import View, step_launches
+from .kernels.top import top_tokens
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class DeviceOps:
     name = "polyattn-triton"
     merge = staticmethod(merge)
     index_scores = staticmethod(index_scores)
+    top_tokens = staticmethod(top_tokens)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
