@@ -13,7 +13,8 @@ add up to with those of `torch.topk`. `step` is scores, list and attention in on
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import report
@@ -30,7 +31,9 @@ from polyattn.semantics.kv_quant import mla_pack, mla_unpack
 from polyattn.semantics.token_index import index_scores, pack_index, top_tokens, unpack_index
 
 SCALE, DIMS, PAGE = 192**-0.5, (576, 512), 64
-OWN, PEER = "dsa/polyattn-triton", "dsa/vllm"
+OWN, PEER, HAND = "dsa/polyattn-triton", "dsa/vllm", "FlashMLA by hand"
+SMALL_OWN = "torch_native"
+"""Who serves on a CPU."""
 DENSE = ("triton", "fa3", "flashmla")
 MOST, NEAR = 0.02, 1e-3
 """Errors of attention in 16 bits, and of scores: of these as many are added up as there are heads."""
@@ -106,10 +109,36 @@ class Problem:
         return torch.stack(outs)
 
 
+def by_hand(problem: Problem) -> Callable[[], Any]:
+    """FlashMLA's kernel itself, whose lists are places in the cache, made before."""
+    library = importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
+    tables = PagedTables(*problem.step.values())
+    row = torch.arange(problem.tokens, device=problem.query.device) // (problem.tokens // problem.rows)
+    page = tables.page_table[row[:, None], (problem.lists.clamp(min=0) // PAGE).long()]
+    places = torch.where(problem.lists >= 0, page * PAGE + problem.lists % PAGE, -1).to(torch.int32)[:, None]
+    if problem.cache.dtype == torch.uint8:
+        schedule = library.get_mla_metadata()[0]
+        return lambda: library.flash_mla_with_kvcache(
+            q=problem.query[:, None],
+            k_cache=problem.cache[:, :, None],
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=DIMS[1],
+            tile_scheduler_metadata=schedule,
+            softmax_scale=SCALE,
+            is_fp8_kvcache=True,
+            indices=places,
+        )[0][:, 0]
+    rows = problem.cache.flatten(0, 1)[:, None]
+    return lambda: library.flash_mla_sparse_fwd(q=problem.query, kv=rows, indices=places, sm_scale=SCALE, d_v=DIMS[1])
+
+
 def listed(problem: Problem, clock: Clock, rounds: int) -> dict[str, dict[str, Any]]:
     """Attention to lists, ours beside the peer's, with what they compute and read."""
-    names = (OWN, PEER) if clock.on_gpu else ("dsa",)
-    calls = {name: functools.partial(problem.attend, name, problem.lists) for name in names}
+    names = (OWN, PEER) if clock.on_gpu else (SMALL_OWN,)
+    calls: dict[str, Any] = {name: functools.partial(problem.attend, name, problem.lists) for name in names}
+    if clock.on_gpu and importlib.util.find_spec("vllm") is not None:
+        calls[HAND] = by_hand(problem)
     found = beside(calls, problem.right(), MOST, clock, rounds)
     pairs = problem.tokens * problem.query.shape[1] * problem.topk
     for one in found.values():
@@ -121,7 +150,7 @@ def listed(problem: Problem, clock: Clock, rounds: int) -> dict[str, dict[str, A
 
 def chosen(problem: Problem, size: Size, clock: Clock) -> Iterator[dict[str, Any]]:
     """A decode step from the indexer's queries on, and each of its parts; beside dense attention."""
-    device, ops = clock.device, device_ops(clock.device.type)
+    device, ops, own = clock.device, device_ops(clock.device.type), OWN if clock.on_gpu else SMALL_OWN
     heads, width = INDEXER if clock.on_gpu else (2, 16)
     query = torch.randn(size.rows, heads, width, dtype=problem.query.dtype, device=device)
     weights = torch.rand(size.rows, heads, device=device)
@@ -154,12 +183,12 @@ def chosen(problem: Problem, size: Size, clock: Clock) -> Iterator[dict[str, Any
         yield {"what": f"lists from scores of {name} keys", "calls": beside(tops, far, 1e-6, clock, size.rounds)}
 
         def step(by_kernel: Any = by_kernel, lister: Any = lister) -> Tensor:
-            return problem.attend("dsa", lister(by_kernel(), lens, problem.topk))
+            return problem.attend(own, lister(by_kernel(), lens, problem.topk))
 
         problem_lists = problem.lists
         problem.lists = top_tokens(right, lens, problem.topk)
         wanted, problem.lists = problem.right(), problem_lists
-        calls = {"step": step, "attention": functools.partial(problem.attend, "dsa", problem_lists)}
+        calls = {"step": step, "attention": functools.partial(problem.attend, own, problem_lists)}
         dense = {f"dense {one}": functools.partial(problem.attend, one, None) for one in (DENSE if clock.on_gpu else ())}
         # What is listed may differ where scores are equal but for rounding, and then so does the output.
         full = {**calls, **dense}
@@ -191,7 +220,7 @@ def measure(size: Size, clock: Clock) -> Iterator[dict[str, Any]]:
             what = f"{'prompt' if prompt else 'decode'}, {'fp8' if fp8 else str(problem.cache.dtype)[6:]} rows"
             calls = listed(problem, clock, size.rounds)
             row: dict[str, Any] = {"what": f"lists of {what}", "tokens": problem.tokens, "calls": calls}
-            if (ratio := times_as_fast(calls, OWN, PEER)) is not None:
+            if (ratio := times_as_fast(calls, OWN, HAND)) is not None:
                 row["times_peer"] = {"times": round(ratio, 2), "must": 0.6, "stretch": 0.8}
             yield row
             if not fp8 and not prompt:

@@ -17,6 +17,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
+from polyattn_triton.hopper import latent as hopper  # isort: skip
 from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip
 from polyattn_triton.kernels.merge import merge  # isort: skip
 from polyattn_triton.kernels.rounding import cast  # isort: skip
@@ -145,6 +146,9 @@ def attend(
         tokens = torch.arange(T, dtype=torch.int32, device=query.device)
         sequence_of = torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
         sequence_of.clamp_(max=max(page_table.shape[0] - 1, 0))
+    if config is None and scale > 0 and hopper.takes_listed(query, cache, out):
+        _on_hopper(query, cache, token_indices, page_table, sequence_of, scale, out, lse)
+        return
     rows, factors, rope = cache[..., :d_c], cache, cache[..., d_c:]
     if cache.dtype == torch.uint8:
         bytes_of_scales = d_c // GROUP.value * 4
@@ -167,6 +171,25 @@ def attend(
             ROPE_ROW=rope.stride(1), M=some, N=keys, C=_power(d_c), R=_power(width - d_c),
             FP8=cache.dtype == torch.uint8, STAGES=stages, num_warps=warps,
         )  # fmt: skip
+    if parts > 1 and lses is not None:
+        merge(outs, lses, out=out, lse=lse)
+
+
+def _on_hopper(
+    query: Tensor, cache: Tensor, token_indices: Tensor, page_table: Tensor, sequence_of: Tensor, scale: float,
+    out: Tensor, lse: Tensor | None,
+) -> None:  # fmt: skip
+    """By the kernel for Hopper, whose pieces of a list are its own."""
+    (T, heads, _), topk = query.shape, token_indices.shape[1]
+    parts = hopper.listed_parts(query.device, T, heads, topk)
+    outs, lses = out[None], None if lse is None else lse[None]
+    if parts > 1:
+        outs = query.new_empty(parts, T, heads, out.shape[2], dtype=torch.float32)
+        lses = query.new_empty(parts, T, heads, dtype=torch.float32)
+    with runtime.device_of(query):
+        hopper.attend_listed(
+            query, cache, page_table, sequence_of, token_indices, outs, lses, scales(scale, 0.0)[0]
+        )
     if parts > 1 and lses is not None:
         merge(outs, lses, out=out, lse=lse)
 
