@@ -58,7 +58,7 @@ def _share(shares, lists, tiles):
     """This program's (tile, number of its share, first and last key block, sequence, that sequence's first block). Of
     lists pieces are dealt out, whole ones: first and last of these."""
     part = gl.program_id(0) // tiles
-    if lists is None:
+    if lists[0] is None:
         at = shares + part * 3
         found = (gl.load(at), gl.load(at + 3), gl.load(at + 1), gl.load(at + 2))
     else:
@@ -161,8 +161,8 @@ def _copy_listed_half(given, rows, phase, BLOCK: gl.constexpr, SIDE: gl.constexp
     HALF: gl.constexpr = 2 * BLOCK + SIDE
     mbarrier.wait(free[HALF], phase)
     for c in gl.static_range(_PIECES):
-        at: gl.constexpr = SIDE * _HALF + c * _PIECE
-        _copy_rows(ks.index(HALF * _PIECES + c), full[HALF * _PIECES + c], cache, rows, ROW, at)
+        piece = ks.index(HALF * _PIECES + c)
+        _copy_rows(piece, full[HALF * _PIECES + c], cache, rows, ROW, SIDE * _HALF + c * _PIECE)
     if SIDE != BLOCK:
         _copy_rows(rs.index(BLOCK), rope_full[BLOCK], cache, rows, ROW, 2 * _HALF)
 
@@ -198,7 +198,7 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
     step = 0
     segment = 0
     while item < last:
-        if lists is None:
+        if lists[0] is None:
             found = _segment(n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS, CAUSAL)
         else:
             found = _listed_segment(item, lists, tile, HEADS)
@@ -213,7 +213,7 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                 load_rows(qs.index(c), query + at + c * _PIECE, mask=(token < tokens)[:, None])
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             segment += 1
-            if lists is None:
+            if lists[0] is None:
                 table = page_table + n * table_row.to(gl.int64)
                 page_0 = _pages_of(table, begin, end, PAGE)
                 page_1 = _pages_of(table, begin + _N, end, PAGE)
@@ -269,22 +269,35 @@ def _hidden_zero(any_number):
 
 
 @gluon.jit
-def _leave(
-    acc, found, out, lse, piece_out, piece_lse, start, tokens, tile, piece_row, whole, out_token, out_head,
+def _write(
+    acc, found, out, lse, start, tokens, tile, out_token, out_head,
     HEADS: gl.constexpr, INDEX: gl.constexpr, OUTPUT: gl.constexpr, LINE: gl.constexpr,
 ):  # fmt: skip
-    """Half a tile of output to where it belongs, and by the first consumer its LSE."""
+    """Half a tile of output to its tokens, and by the first consumer its LSE."""
     r = tile * _M + gl.arange(0, _M, gl.SliceLayout(1, OUTPUT))
     line = tile * _M + gl.arange(0, _M, LINE)
     c = INDEX * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, OUTPUT))
     rows = tokens * HEADS
+    token = r // HEADS
+    row = (start + token).to(gl.int64) * out_token + (r - token * HEADS) * out_head
+    gl.store(out + row[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=(r < rows)[:, None])
+    if lse is not None:
+        gl.store(lse + start.to(gl.int64) * HEADS + line, found, mask=(line < rows) & (INDEX == 0))
+
+
+@gluon.jit
+def _leave(
+    acc, found, out, lse, piece_out, piece_lse, start, tokens, tile, piece_row, whole, out_token, out_head,
+    HEADS: gl.constexpr, INDEX: gl.constexpr, OUTPUT: gl.constexpr, LINE: gl.constexpr,
+):  # fmt: skip
+    """Half a tile of output to where it belongs: its tokens, or a piece."""
     if whole:
-        token = r // HEADS
-        row = (start + token).to(gl.int64) * out_token + (r - token * HEADS) * out_head
-        gl.store(out + row[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=(r < rows)[:, None])
-        if lse is not None:
-            gl.store(lse + start.to(gl.int64) * HEADS + line, found, mask=(line < rows) & (INDEX == 0))
+        _write(acc, found, out, lse, start, tokens, tile, out_token, out_head, HEADS, INDEX, OUTPUT, LINE)
     else:
+        r = tile * _M + gl.arange(0, _M, gl.SliceLayout(1, OUTPUT))
+        line = tile * _M + gl.arange(0, _M, LINE)
+        c = INDEX * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, OUTPUT))
+        rows = tokens * HEADS
         gl.store(piece_out + ((piece_row + r) * (2 * _HALF))[:, None] + c[None, :], acc, mask=(r < rows)[:, None])
         gl.store(piece_lse + piece_row + line, found, mask=(line < rows) & (INDEX == 0))
 
@@ -325,7 +338,7 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
     step = 0
     segment = 0
     while item < last:
-        if lists is None:
+        if lists[0] is None:
             found = _segment(n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS, CAUSAL)
         else:
             found = _listed_segment(item, lists, tile, HEADS)
@@ -347,7 +360,7 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
                 phase = step & 1
                 first = begin + pair * (2 * _N) + INDEX * _N
                 zero = _hidden_zero(step)
-                if lists is not None:
+                if lists[0] is not None:
                     place = _places_of(lists, start, first, end, gl.SliceLayout(0, SCORES))
                 s = gl.full([_M, _N], 0.0, gl.float32, SCORES)
                 # The half that this consumer frees comes first, the rope columns come with the other one.
@@ -371,7 +384,7 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
                 if pair + 1 == pairs:
                     # The next query comes during the last softmax and the products after it.
                     mbarrier.arrive(q_free, count=1)
-                if lists is not None:
+                if lists[0] is not None:
                     s = gl.where((place >= 0)[None, :], s, float("-inf"))
                 elif first + _N > gl.minimum(all_seen, end):
                     j = first + gl.arange(0, _N, gl.SliceLayout(0, SCORES))
@@ -434,18 +447,19 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
             natural = gl.where(some, (top * scale + gl.log2(total)) * LN2, float("-inf"))
             # The piece that begins a sequence is the second of its program, any other the first.
             slot = 2 * part + (item == before).to(gl.int32)
-            if lists is not None:
-                out_at = out + (item % lists[4]) * out_part
-                lse_at = lse
+            if lists[0] is not None:
+                own_lse = lse
                 if lse is not None:
-                    lse_at = lse + (item % lists[4]) * lse_part
+                    own_lse = lse + item % lists[4] * lse_part
+                _write(
+                    acc, natural, out + item % lists[4] * out_part, own_lse, start, tokens, tile, out_token, out_head,
+                    HEADS, INDEX, OUTPUT, LINE,
+                )  # fmt: skip
             else:
-                out_at = out
-                lse_at = lse
-            _leave(
-                acc, natural, out_at, lse_at, piece_out, piece_lse, start, tokens, tile, slot.to(gl.int64) * tiles * _M, whole,
-                out_token, out_head, HEADS, INDEX, OUTPUT, LINE,
-            )  # fmt: skip
+                _leave(
+                    acc, natural, out, lse, piece_out, piece_lse, start, tokens, tile, slot.to(gl.int64) * tiles * _M,
+                    whole, out_token, out_head, HEADS, INDEX, OUTPUT, LINE,
+                )  # fmt: skip
         item = after
         before += blocks
         n += 1
@@ -462,10 +476,7 @@ def attend(
 
     With `listed`, as `_attend` of kernels/listed.py: a token's list is cut into `parts` pieces of `each` tokens.
     """
-    if listed is None:
-        lists = listed
-    else:
-        lists = (listed, sequence_of, topk, tokens, parts, each, listed_row)
+    lists = (listed, sequence_of, topk, tokens, parts, each, listed_row)
     dtype: gl.constexpr = query.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
