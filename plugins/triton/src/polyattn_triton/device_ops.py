@@ -13,7 +13,7 @@ from .kernels.index import index_scores
 from .kernels.merge import merge
 from .kernels.metadata import View, step_launches
 from .kernels.top import top_tokens
-from .kernels.write import Launched, Writer, write_kv, write_latent
+from .kernels.write import Launched, Writer, latent_parts, write_kv, write_latent
 
 if TYPE_CHECKING:
     from polyattn.contract import StepTables
@@ -34,13 +34,11 @@ class DeviceOps:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         if (latent := cache.cache) is not None:
-            if cache.kv_dtype.startswith("fp") and cache.kv_scales != "block128":
-                return None  # core's operators write those
-
             def write_rows(key: Tensor, value: Tensor | None, slots: Tensor, rows: bool) -> Launched | None:
                 return write_latent(key, latent, slots=slots, page_size=cache.page_size)
 
-            return Writer(write_rows, (latent, None, None, None))
+            numbers, factors = latent_parts(latent, cache.kv_scales)
+            return Writer(write_rows, (numbers, None, factors, None))
         if (key_cache := cache.key_cache) is None:
             return None
 
