@@ -2,7 +2,8 @@
 
 Each cell reads "published: here". Published: yes, no, or what its page says. Here: `native` (the kernel does it),
 `lowered` (an exact rewrite does it, named in the selection), or `refused` (with a reason). A published yes is never
-refused; a published no may be exceeded. docs/hosts.md shows the cells of B and C (docs/tables.py).
+refused; a published no may be exceeded. A is of names: where each is published, and where it is one here that can be
+served. docs/hosts.md shows the cells of A, B and C (docs/tables.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,46 @@ from polyattn import what_if
 from polyattn.contract import AttentionRequest, Provider, Row
 from polyattn.errors import PolyattnError
 from polyattn.registry.manager import get_manager
+
+A_COLUMNS = ("cuda", "rocm", "xpu", "musa", "mps", "npu", "cpu")
+# name: (its other names, where it is published, where it is here), y or n in the order of the columns.
+A: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "torch_sdpa": ((), "yyyyyyy", "yyyyyyy"),
+    "torch_native": ((), "yyyyyyy", "yyyyyyy"),
+    "flex_attention": ((), "ynnnnnn", "yyyynyy"),
+    "fa": ((), "yyyynyn", "yyyynyn"),
+    "fa2": ((), "ynnnnnn", "ynnnnnn"),
+    "fa3": ((), "ynnnnnn", "ynnynnn"),
+    "fa4": ((), "ynnnnnn", "ynnnnnn"),
+    "flashinfer": ((), "ynnnnnn", "ynnnnnn"),
+    "flashinfer_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "triton": ((), "yynnnyy", "yyyynyy"),
+    "trtllm_mha": ((), "ynnnnnn", "ynnnnnn"),
+    "trtllm_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "cutedsl_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "tokenspeed_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "cutlass_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "flashmla": ((), "ynnnnnn", "ynnnnnn"),
+    "hpc_ops": ((), "ynnnnnn", "ynnnnnn"),
+    "dual_chunk_flash_attn": ((), "ynnnnnn", "yyyynyy"),
+    "dsa": (("nsa",), "ynnnnnn", "yyyynyy"),
+    "aiter": ((), "nynnnnn", "nynnnnn"),
+    "aiter_sage": ((), "nynnnnn", "nynnnnn"),
+    "wave": ((), "nynnnnn", "nynnnnn"),
+    "ascend": ((), "nnnnnyn", "nnnnnyn"),
+    "intel_xpu": ((), "nnynnnn", "nnynnnn"),
+    "intel_amx": ((), "nnnnnny", "nnnnnny"),
+    "sage_attn": ((), "ynnynnn", "ynnynnn"),
+    "sage_attn_3": ((), "ynnnnnn", "ynnnnnn"),
+    "sliding_tile_attn": ((), "ynnnnnn", "yyyynyy"),
+    "video_sparse_attn": ((), "ynnnnnn", "yyyynyy"),
+    "vmoba_attn": ((), "ynnnnnn", "yyyynyy"),
+    "sla_attn": ((), "ynnnnnn", "yyyynyy"),
+    "sage_sla_attn": ((), "ynnnnnn", "yyyynyy"),
+    "sparse_video_gen_2_attn": ((), "ynnnnnn", "yyyynyy"),
+    "cutedsl": ((), "ynnnnnn", "ynnnnnn"),
+    "fla": ((), "ynnnnnn", "ynnnnnn"),
+}
 
 MHA: dict[str, Any] = {
     "family": "paged",
@@ -333,6 +374,17 @@ def e_cells() -> list[Any]:
             at = "cuda:sm120" if (name, platform) == ("sage_attn_3", "cuda:sm90") else platform
             cells.append(pytest.param(name, at, letter, id=f"{name}@{at} {letter}"))
     return cells
+
+
+@pytest.mark.parametrize("name", A)
+def test_a_names(name: str) -> None:
+    aliases, published, here = A[name]
+    for platform, before, now in zip(A_COLUMNS, published, here, strict=True):
+        info = get_manager().backends.get((name, platform))
+        built = info is not None and not info.planned
+        assert built == (now == "y"), f"{name} on {platform}"
+        assert built or before == "n", f"{name} is published on {platform}"
+        assert info is None or set(aliases) <= {alias.name for alias in info.aliases}
 
 
 @pytest.mark.parametrize(("cell", "name", "platform", "installed", "changes"), b_cells())
