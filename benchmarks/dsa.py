@@ -6,8 +6,9 @@
 
 A decode step of 32 rows with 64k keys each and 2,048 listed, and a prompt's 4,096 tokens; 128 heads, pages of 64 in
 random order, in bfloat16 and in FP8. Attention is compared with the gathered rows in float32, dense attention with a
-softmax over all rows. Scores of the indexer are compared with their definition; of a list, what the scores of its tokens
-add up to with those of `torch.topk`. `step` is scores, list and attention in one graph. Nothing that is wrong is timed.
+softmax over all rows. Scores of the indexer are compared with their definition; of a list, what the scores of its
+tokens add up to with those of `torch.topk`. `step` is scores, list and attention in one graph. Nothing that is wrong is
+timed.
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ class Problem:
 
     def attend(self, backend: str, lists: Tensor | None) -> Tensor:
         given = {"token_indices": lists} if lists is not None else {}
-        out: Tensor = polyattn.mla_attention(
-            self.query, self.cache, scale=SCALE, backend=backend, **given, **self.step
-        )
+        out: Tensor = polyattn.mla_attention(self.query, self.cache, scale=SCALE, backend=backend, **given, **self.step)
         return out
 
     def right(self) -> Tensor:
@@ -95,8 +94,10 @@ class Problem:
             token_topk=self.topk,
         )
         tables = PagedTables(*self.step.values())
-        out: Tensor = ListedLatent().bind(request).forward(
-            self.query.float(), self.cache, tables=tables, token_indices=self.lists
+        out: Tensor = (
+            ListedLatent()
+            .bind(request)
+            .forward(self.query.float(), self.cache, tables=tables, token_indices=self.lists)
         )
         return out
 
@@ -189,11 +190,17 @@ def chosen(problem: Problem, size: Size, clock: Clock) -> Iterator[dict[str, Any
         problem.lists = top_tokens(right, lens, problem.topk)
         wanted, problem.lists = problem.right(), problem_lists
         calls = {"step": step, "attention": functools.partial(problem.attend, own, problem_lists)}
-        dense = {f"dense {one}": functools.partial(problem.attend, one, None) for one in (DENSE if clock.on_gpu else ())}
+        dense = {
+            f"dense {one}": functools.partial(problem.attend, one, None) for one in (DENSE if clock.on_gpu else ())
+        }
         # What is listed may differ where scores are equal but for rounding, and then so does the output.
         full = {**calls, **dense}
         limits = {"step": 0.1, **dict.fromkeys(("attention", *dense), MOST)}
-        rights = {"step": wanted, "attention": problem.right(), **(dict.fromkeys(dense, problem.dense()) if dense else {})}
+        rights = {
+            "step": wanted,
+            "attention": problem.right(),
+            **(dict.fromkeys(dense, problem.dense()) if dense else {}),
+        }
         found = measured(full, rights, limits, clock, size.rounds)
         row: dict[str, Any] = {"what": f"decode step, {name} index keys", "calls": found}
         for part, must in (("attention", 8.0), ("step", 4.0)):
@@ -230,11 +237,19 @@ def measure(size: Size, clock: Clock) -> Iterator[dict[str, Any]]:
 
 def markdown(result: dict[str, Any]) -> str:
     """A result file as the table of docs/benchmarks.md."""
-    lines = [f"{report.caption(result)}.", "", "| what | who | us | error | TFLOP/s | GB/s |", "|---|---|---:|---:|---:|---:|"]
+    lines = [
+        f"{report.caption(result)}.",
+        "",
+        "| what | who | us | error | TFLOP/s | GB/s |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     verdicts = []
     for row in result["rows"]:
         for name, one in row["calls"].items():
-            cells = [f"{one['us']:.1f}" if "us" in one else "not timed", f"{one['error']:.1e}" if "error" in one else "-"]
+            cells = [
+                f"{one['us']:.1f}" if "us" in one else "not timed",
+                f"{one['error']:.1e}" if "error" in one else "-",
+            ]
             cells += [f"{one[key]:.0f}" if key in one else "-" for key in ("tflop_s", "gb_s")]
             lines.append(f"| {row['what']} | `{name}` | {' | '.join(cells)} |")
             if "not_timed" in one:

@@ -80,9 +80,7 @@ class Problem:
         rows = [table.add() for _ in range(size.rows)]
         for row in rows:
             table.extend(row, size.tokens)
-        made.init_forward_metadata(
-            ForwardBatch(ForwardMode.DECODE, rows, [size.tokens] * size.rows, [1] * size.rows)
-        )
+        made.init_forward_metadata(ForwardBatch(ForwardMode.DECODE, rows, [size.tokens] * size.rows, [1] * size.rows))
         return made
 
 

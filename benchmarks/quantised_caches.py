@@ -128,7 +128,12 @@ def latent_rows(size: Size, clock: Clock) -> Iterator[dict[str, Any]]:
             if "us" in one:
                 one["gb_s"] = round(1e-3 * cache.nbytes / one["us"], 1)
         lost = error(right, whole)
-        yield {"what": f"latent rows, {name}", "bytes": cache[0, 0].nbytes, "cache_error": float(f"{lost:.2e}"), "calls": found}
+        yield {
+            "what": f"latent rows, {name}",
+            "bytes": cache[0, 0].nbytes,
+            "cache_error": float(f"{lost:.2e}"),
+            "calls": found,
+        }
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -144,9 +149,10 @@ def markdown(result: dict[str, Any]) -> str:
         for name, one in row["calls"].items():
             cache, who = (name, row["backend"]) if "backend" in row else (row["what"], name)
             said = row.get("shares", {}).get(name)
-            share = "-" if said is None else (
-                f"{said['share']:.0%}, asked {said['must']:.0%}: {'met' if said['share'] >= said['must'] else 'missed'}"
-            )
+            share = "-"
+            if said is not None:
+                reached = "met" if said["share"] >= said["must"] else "missed"
+                share = f"{said['share']:.0%}, asked {said['must']:.0%}: {reached}"
             times = (f"{one['us']:.1f}", f"{one['gb_s']:.0f}") if "us" in one else ("-", "-")
             far = f"{one['error']:.1e}" if "error" in one else "-"
             kept = "-" if name == "plain" or not row["cache_error"] else f"{row['cache_error']:.3f}"

@@ -232,7 +232,9 @@ def published(kind: str) -> str:
         for name, (aliases, published, here) in module.A.items():
             names = ", ".join(f"`{one}`" for one in (name, *aliases))
             pairs = zip(published, here, strict=True)
-            rows.append((names, *("-" if set(pair) == {"n"} else " / ".join(said[one] for one in pair) for pair in pairs)))
+            rows.append(
+                (names, *("-" if set(pair) == {"n"} else " / ".join(said[one] for one in pair) for pair in pairs))
+            )
         return table(("backend", *module.A_COLUMNS), rows)
     for name, ((where, _, _), cells) in getattr(module, kind).items():
         rows.append((f"`{name}`", where, *(cell.replace(": ", " / ") for cell in cells)))

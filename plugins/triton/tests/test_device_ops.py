@@ -29,7 +29,9 @@ def test_pools_on_gpus_are_written_by_them():
     assert ops.name == "polyattn-triton"
 
 
-@pytest.mark.parametrize("kv_dtype, scales", [("auto", ""), ("fp8_e4m3", ""), ("fp8_e5m2", ""), ("fp4_e2m1", ""), ("int8", "token")])
+@pytest.mark.parametrize(
+    "kv_dtype, scales", [("auto", ""), ("fp8_e4m3", ""), ("fp8_e5m2", ""), ("fp4_e2m1", ""), ("int8", "token")]
+)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_the_same_bits(kv_dtype, scales, layout, monkeypatch):
     layers = LAYERS[:1] if kv_dtype == "int8" else LAYERS  # of which latent rows have no format

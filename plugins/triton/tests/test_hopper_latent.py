@@ -95,9 +95,7 @@ def test_emulated(emulated: list[Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "topk", "page_size", "parts"), [(64, 300, 64, 2), (16, 65, 16, 1), (80, 130, 64, 3), (64, 256, 64, 1)]
 )
-def test_lists_emulated(
-    monkeypatch: pytest.MonkeyPatch, heads: int, topk: int, page_size: int, parts: int
-) -> None:
+def test_lists_emulated(monkeypatch: pytest.MonkeyPatch, heads: int, topk: int, page_size: int, parts: int) -> None:
     from polyattn_triton.hopper import latent_kernel
 
     from .gluon_emulator import Machine

@@ -189,9 +189,7 @@ def test_latent_rows(kv_dtype, scales, by):
     call, D = Call(4), 576
     layer = AttentionLayer(0, 16, 1, D, v_head_dim=512, scale=1.0, latent=True)
     config = KVCacheConfig(kv_dtype, 4, scales=scales)
-    pools = [
-        KVPool([layer], config, call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
-    ]
+    pools = [KVPool([layer], config, call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     new = rows(call.T, 1, D).squeeze(1)
     new[0, :128] = 0
     slots = call.slots()
@@ -285,9 +283,7 @@ def test_rotated_latent_rows_at_positions_of_their_own(kv_dtype, scales):
     call, D = Call(4), 576
     layer = AttentionLayer(0, 16, 1, D, v_head_dim=512, scale=1.0, latent=True)
     config = KVCacheConfig(kv_dtype, 4, scales=scales)
-    pools = [
-        KVPool([layer], config, call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
-    ]
+    pools = [KVPool([layer], config, call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     new, slots, (cos, sin) = rows(call.T, 1, D).squeeze(1), call.slots(), table(64, 64)
     positions = torch.arange(call.T, device=DEVICE) * 3
     turned = rotated(new.unsqueeze(1), positions, cos, sin, True, 512).squeeze(1)
@@ -338,7 +334,13 @@ def test_what_does_not_fit_is_refused(given, error, message):
 @pytest.mark.parametrize(
     "D, dtype, given, error, message",
     [
-        (320, torch.float32, {}, InvalidInputError, "FP8 rows hold 576 numbers in 656 bytes, FP4 rows a multiple of 16 .* got 320 for 656"),
+        (
+            320,
+            torch.float32,
+            {},
+            InvalidInputError,
+            "FP8 rows hold 576 numbers in 656 bytes, FP4 rows a multiple of 16 .* got 320 for 656",
+        ),
         (576, torch.float64, {}, UnsupportedRequestError, "rows in float64 are not stored as fp8_e4m3"),
         (
             576,

@@ -419,6 +419,34 @@ def test_cutlass_decodes_one_query_without_flashinfer() -> None:
     assert "decode" in words
 
 
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+def test_aiter_says_why_it_has_no_trees_on_rdna(arch: str) -> None:
+    """The published row is of AITER on MI chips, whose kernel returns an LSE; RDNA chips run another one."""
+    found, words = served("aiter", f"rocm:{arch}", "amd-aiter", {**MHA, **TREE, "page_size": 16})
+    assert found == "refused"
+    assert "spec_topk=4 is not 0 to 1" in words
+    assert (
+        "no trees of drafts on RDNA chips: the kernel there returns no LSE"
+        in get_manager().backends["aiter", "rocm"].note
+    )
+
+
+def test_trtllm_mha_alone_says_that_it_verifies_no_trees() -> None:
+    """Published: topk has to be 1 in either phase."""
+    for tree in (False, True):
+        changes = {**MHA, **TREE, "tree": tree, "page_size": 32}
+        found, words = served("trtllm_mha", "cuda:sm100", "flashinfer", changes)
+        assert found == "refused"
+        assert "neither extends nor decodes with 4" in words
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_fa4_serves_both_phases_over_an_fp4_cache(phase: str) -> None:
+    """Published: its prefill does, beside another backend's decode."""
+    changes = {**MHA, **BLOCKS["FP4 KV"], "page_size": 128, **(DECODE if phase == "decode" else {})}
+    assert served("fa4", "cuda:sm100", "flash-attn-4", changes) == ("lowered", "dequantise_kv")
+
+
 def test_cutedsl_is_decode_only() -> None:
     found, words = served("cutedsl_mla", "cuda:sm100", "flashinfer", {**MLA, "page_size": 64})
     assert found == "refused"

@@ -34,6 +34,7 @@ class DeviceOps:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         if (latent := cache.cache) is not None:
+
             def write_rows(key: Tensor, value: Tensor | None, slots: Tensor, rows: bool) -> Launched | None:
                 return write_latent(key, latent, slots=slots, page_size=cache.page_size)
 

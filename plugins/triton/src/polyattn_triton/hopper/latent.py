@@ -54,8 +54,8 @@ def attend(
         kernel[(parts * tiles,)](
             query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces, None, None,
             tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), out.stride(0),
-            out.stride(1), scale, *(0,) * 7, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=causal,
-            REGISTERS=REGISTERS, num_warps=4,
+            out.stride(1), scale, *(0,) * 7, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1],
+            CAUSAL=causal, REGISTERS=REGISTERS, num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = (str(query.dtype).removeprefix("torch."), *_WIDTHS, _BLOCK, False)
@@ -84,7 +84,8 @@ def attend_listed(
     Args:
         query: [T_q, H_q, 576]. cache: [pages, page_size, 576]. page_table: int32 [N, max_pages].
         sequence_of: int32 [T_q], the row of the page table. listed: int32 [T_q, topk], dense last axis, -1 = none.
-        outs: [P, T_q, H_q, 512], of each piece. lses: float32 [P, T_q, H_q], contiguous. scale: with log2(e) in it, > 0.
+        outs: [P, T_q, H_q, 512], of each piece. lses: float32 [P, T_q, H_q], contiguous.
+        scale: above 0, with log2(e) in it.
     """
     from polyattn_triton.hopper.latent_kernel import attend as kernel
 
@@ -97,7 +98,8 @@ def attend_listed(
             query, cache, page_table, None, None, None, outs, lses, None, None, listed, sequence_of,
             tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), outs.stride(1),
             outs.stride(2), scale, topk, tokens, parts, each, listed.stride(0), outs.stride(0), tokens * heads,
-            HEADS=heads, ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=False, REGISTERS=LISTED_REGISTERS, num_warps=4,
+            HEADS=heads, ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=False, REGISTERS=LISTED_REGISTERS,
+            num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = (str(query.dtype).removeprefix("torch."), *_WIDTHS, _BLOCK, False)

@@ -25,7 +25,6 @@ SPAN = 16384
 """Scores of a program, at most. Longer lists than half of it are torch's to make: no launch would leave fewer."""
 
 
-
 @triton.jit
 def _ordered(scores):
     """Scores as uint32 in the same order; no number is the least of them, above 0."""
@@ -75,7 +74,9 @@ def _top(
     # What is not there.
     found = tl.minimum(total + tl.sum(equal.to(tl.int32)), topk)
     for first in range(0, topk, SPAN):
-        tl.store(kept_places + to + first + n, tl.full((SPAN,), -1, tl.int32), mask=(first + n >= found) & (first + n < topk))
+        tl.store(
+            kept_places + to + first + n, tl.full((SPAN,), -1, tl.int32), mask=(first + n >= found) & (first + n < topk)
+        )
 
 
 def top_tokens(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
@@ -98,7 +99,7 @@ def top_tokens(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
             kept = scores if spans == 1 else scores.new_empty(rows, spans * topk)
             _top[(rows, spans)](
                 given, place, seen, kept, found, given.stride(0), place.stride(0), count, topk, spans,
-                SPAN=span, LISTED=listed, LAST=spans == 1, num_warps=max(span // 512, 4),
+                SPAN=span, LISTED=listed, LAST=spans == 1, num_warps=max(span // 1024, 4),
             )  # fmt: skip
             if spans == 1:
                 break
