@@ -106,15 +106,9 @@ class TokenScorer(Protocol):
     """What `DeviceOps` may have beside writing rows, for indexers of DeepSeek sparse attention."""
 
     def index_scores(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        cache: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
+        self, query: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
         max_seqlen_q: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Scores all tokens for queries, as `polyattn.semantics.token_index.index_scores`.
 
         Args:
