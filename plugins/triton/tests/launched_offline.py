@@ -39,8 +39,9 @@ SHARED_MEMORY = {
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
     (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged), gdn and
-    kda (chunks forward and backward; H_q heads of values; their steps and convolutions too) or latent, whose dims are
-    (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3.
+    kda (chunks forward and backward; H_q heads of values; their steps and convolutions too), latent, whose dims are
+    (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3, or dsa (scores of an indexer, lists, and latent
+    attention to lists).
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -271,6 +272,31 @@ def _latent(problem: Problem) -> None:
     )  # fmt: skip
 
 
+def _dsa(problem: Problem) -> None:
+    from polyattn_triton.kernels import index, listed, top
+
+    heads, T, (d_c, d_r), dtype = problem.heads[0], 2 * problem.queries, problem.dims, getattr(torch, problem.dtype)
+    pages, fp8 = 2 * -(-300 // problem.page_size), problem.kv_dtype == "fp8_e4m3"
+    tables = _tables(problem)["tables"]
+    keys = (
+        torch.zeros(pages, problem.page_size, 132, dtype=torch.uint8)
+        if fp8
+        else _tensor(problem, pages, problem.page_size, 128)
+    )
+    index.index_scores(_tensor(problem, T, 64, 128), torch.empty(T, 64), keys, *tables[:4])
+    lists = top.top_tokens(torch.zeros(T, 2 * top.SPAN), torch.full((T,), 300), 128)
+    cache = (
+        torch.zeros(pages, problem.page_size, 656, dtype=torch.uint8)
+        if fp8
+        else _tensor(problem, pages, problem.page_size, d_c + d_r)
+    )
+    for parts in (1, 2):
+        listed.attend(
+            _tensor(problem, T, heads, d_c + d_r), cache, lists, tables=tables, scale=0.1, parts=parts,
+            out=torch.empty(T, heads, d_c, dtype=dtype), lse=torch.empty(T, heads),
+        )  # fmt: skip
+
+
 def _dense(problem: Problem) -> None:
     from polyattn_triton.kernels import backward, forward
     from polyattn_triton.kernels.tiles import Spec
@@ -447,7 +473,7 @@ def _no_further() -> None:
 
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
-_CALLS |= {"gdn": _linear, "kda": _linear, "write": _write_and_merge}
+_CALLS |= {"gdn": _linear, "kda": _linear, "write": _write_and_merge, "dsa": _dsa}
 
 
 def call(problem: Problem) -> None:

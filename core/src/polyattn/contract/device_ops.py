@@ -22,6 +22,7 @@ __all__ = [
     "StepView",
     "StepWriter",
     "TailedConv",
+    "TokenLister",
     "TokenScorer",
 ]
 
@@ -113,15 +114,9 @@ class TokenScorer(Protocol):
     """What `DeviceOps` may have beside writing rows, for indexers of DeepSeek sparse attention."""
 
     def index_scores(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        cache: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
+        self, query: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
         max_seqlen_q: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Scores all tokens for queries, as `polyattn.semantics.token_index.index_scores`.
 
         Args:
@@ -152,6 +147,20 @@ class TailedConv(Protocol):
 
         Returns:
             [B, S, C].
+        """
+
+
+class TokenLister(Protocol):
+    """What `DeviceOps` may have beside writing rows, for lists of the tokens that an indexer scores highest."""
+
+    def top_tokens(self, scores: Tensor, seen: Tensor, topk: int) -> Tensor:
+        """Lists the tokens of the highest scores, as `polyattn.semantics.token_index.top_tokens`.
+
+        Args:
+            scores: float32 [T_q, S]. seen: int [T_q], tokens that each query sees, the first of S.
+
+        Returns:
+            int32 [T_q, topk], in any order; -1 where a query sees fewer tokens.
         """
 
 
