@@ -137,7 +137,7 @@ class SLA(PlacedCalls):
     }
 
     def groups(self, case: Case, name: str) -> Tensor:
-        size = self.configured(case)["BLKQ" if name == "query" else "BLKK"]
+        size: int = self.configured(case)["BLKQ" if name == "query" else "BLKK"]
         return torch.arange(case.longest[0]) // size
 
     def learnt(self, case: Case) -> tuple[str, ...]:
