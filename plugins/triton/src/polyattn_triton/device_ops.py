@@ -11,6 +11,7 @@ from torch import Tensor
 from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.index import index_scores
 from .kernels.merge import merge
+from .kernels.merge_parts import merge_parts
 from .kernels.metadata import View, step_launches
 from .kernels.write import Launched, Writer, write_kv, write_latent
 
@@ -26,6 +27,7 @@ class DeviceOps:
 
     name = "polyattn-triton"
     merge = staticmethod(merge)
+    merge_parts = staticmethod(merge_parts)
     index_scores = staticmethod(index_scores)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
