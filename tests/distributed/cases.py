@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,7 +200,7 @@ def run(setting: Setting, layer: Any = None, *, train: bool = True) -> None:
 def copied(setting: Setting, *, train: bool = True) -> None:
     """The blocks of a ring are copied out of memory that ranks share."""
     with sharing():
-        layer = layer_of(setting)
+        layer = layer_of(setting, transfers="copy")
         run(setting, layer, train=train)
         assert layer.transfers == "copied"
 
@@ -332,11 +333,18 @@ def agreed(words: str, **changes: Any) -> None:
     last = torch.distributed.get_rank() == 1
     blocks_module.link_of(layer_of(setting)._ranks.ring, DEVICE).memory = None
     with sharing(**(changes if last else {})):
-        layer = layer_of(setting)
+        layer = layer_of(setting, transfers="copy")
         assert layer.transfers == "none: no call yet"
-        run(setting, layer)
+        with pytest.warns(RuntimeWarning, match=re.escape(words)):
+            run(setting, layer)
         assert layer.transfers.startswith("sent: "), layer.transfers
         assert words in layer.transfers, layer.transfers
+        polyattn.configure(strict=True)
+        try:
+            layer = layer_of(setting, transfers="copy", return_lse=False)
+            raised(UnsupportedRequestError, words, "POLYATTN_STRICT", call=lambda: layer(*tensors()))
+        finally:
+            polyattn.configure()
 
 
 @case(2)
@@ -372,12 +380,19 @@ def a_rank_that_cannot_share_memory() -> None:
 def a_layer_that_sends() -> None:
     setting = Setting(ring=2, lengths=(9, 7))
     with sharing():
-        layer = layer_of(setting, transfers="send")
+        layer = layer_of(setting)
         run(setting, layer)
-        assert layer.transfers == 'sent: the layer was made with transfers="send"'
-        run(setting, layer_of(setting))
-        assert "transfers='send'" in repr(layer)
-    assert layer_of(Setting(ulysses=2)).transfers == "none: there is no ring"
+        assert layer.transfers == 'sent: transfers="send"'
+        other = layer_of(setting, transfers="copy")
+        run(setting, other)
+        run(setting, layer)
+        assert other.transfers == "copied"
+        assert layer.transfers == 'sent: transfers="send"'
+        assert "transfers='copy'" in repr(other)
+        one = torch.distributed.get_rank()
+        disagreeing = layer_of(setting, transfers="copy" if one else "send")
+        raised(InvalidInputError, "disagree in layer", call=lambda: disagreeing(*tensors()))
+    assert layer_of(Setting(ulysses=2), transfers="copy").transfers == "none: there is no ring"
     raised(InvalidInputError, "transfers='sent'", "Did you mean 'send'", call=lambda: _odd("transfers", "sent"))
 
 
@@ -389,7 +404,7 @@ def memory_that_grows() -> None:
         link.memory = None
         sizes = []
         for setting in (small, large, small, large):
-            run(setting, layer := layer_of(setting))
+            run(setting, layer := layer_of(setting, transfers="copy"))
             assert layer.transfers == "copied"
             sizes.append(link.memory.size)
         assert sizes[0] < sizes[1] == sizes[2] == sizes[3]
@@ -401,7 +416,7 @@ def recorded(ring: int, kv: str) -> None:
     lengths = (40, 33, 0, 21)[:ring]
     rank = torch.distributed.get_rank()
     mine = lengths[rank]
-    layer = layer_of(Setting(ring=ring, kv=kv), return_lse=False)
+    layer = layer_of(Setting(ring=ring, kv=kv), return_lse=False, transfers="copy")
     held = tensors(mine, dtype=torch.bfloat16)
     for _ in range(2):
         layer(*held, lengths=lengths)

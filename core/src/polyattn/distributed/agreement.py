@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..contract import Place, scalars
 from ..dispatch.rank_agreement import ELSEWHERE
 from ..errors import ConfigError, InvalidInputError, RankError, UnsupportedRequestError, did_you_mean
+from ..selection.overrides import current_settings
 from ..selection.select import Selection
 from ..semantics import validation
 from .blocks import TRANSFERS, connect, offer
@@ -87,7 +89,7 @@ class Agreement:
         transfers: str = TRANSFERS[0],
     ) -> None:
         self._ranks, self._timeout, self._layer, self._selections = ranks, timeout, layer, selections
-        self._order, self._balance, self._copies = order, balance, transfers == "auto"
+        self._order, self._balance, self._copies = order, balance, transfers == "copy"
         self._plans: dict[str, Plan] = {}
 
     def plan(self, call: Call) -> Plan:
@@ -217,7 +219,23 @@ class Agreement:
                         "backend on all of them"
                     )
         if self._copies:
-            connect(self._ranks, plan, call.own[1:], device, [one["memory"] for one in heard], self._timeout)
+            offers = [one["memory"] for one in heard]
+            self._sends(connect(self._ranks, plan, call.own[1:], device, offers, self._timeout))
+
+    def _sends(self, why: str) -> None:
+        """Say that blocks are sent which were to be copied.
+
+        Raises:
+            UnsupportedRequestError: in strict mode, on all ranks.
+        """
+        if not why:
+            return
+        text = f'transfers="copy" of {self._layer}: {why}'
+        if current_settings().strict:
+            raise UnsupportedRequestError(
+                f'{text}. Strict mode takes no other way: say transfers="send", or unset POLYATTN_STRICT'
+            )
+        warnings.warn(f"{text}; blocks are sent", RuntimeWarning, stacklevel=2)
 
 
 def _choice(one: Selection) -> tuple[str, str, str, str]:

@@ -33,7 +33,7 @@ __all__ = ["OTHERS", "TRANSFERS", "Link", "Memory", "blocks", "connect", "link_o
 
 OTHERS = -1
 """In the place of a rank: all others, whose keys are gathered."""
-TRANSFERS = ("auto", "send")
+TRANSFERS = ("send", "copy")
 _Pair = tuple[Tensor, Tensor]
 _Piece = tuple[int, tuple[int, int], int]
 """A rank, rows [start, stop) of its block, and the row that the first of them gets."""
@@ -281,15 +281,18 @@ def _refusal(offers: Mapping[int, Mapping[str, Any]]) -> str:
 
 def connect(
     mesh: MeshRanks, plan: Plan, like: _Pair, device: torch.device, offers: Sequence[dict[str, Any]], timeout: float
-) -> None:
-    """Give each ring of a mesh memory for the blocks of a plan, or write down why it has none. All ranks come.
+) -> str:
+    """Give each ring of a mesh memory for the blocks of a plan. All ranks come.
 
     Args:
         like: keys and values, of which the dtype and the last axis count. offers: of all ranks, as `offer`.
+
+    Returns:
+        Why a ring sends, "" where all copy; equal on all ranks.
     """
     ring, stride = mesh.ring, len(mesh.ranks) // mesh.ring.size
     if ring.size == 1:
-        return
+        return ""
     need = sum(_bytes(plan, *like))
     rings = [range(first, len(mesh.ranks), stride) for first in range(stride)]
     refusals = [_refusal({mesh.ranks[i]: offers[i] for i in members}) for members in rings]
@@ -298,30 +301,32 @@ def connect(
     ]
     mine, link = mesh.index % stride, link_of(ring, device)
     if refusals[mine]:
-        link.memory, link.why = None, refusals[mine]
-    if not any(grows):
-        return
+        link.memory = None
 
-    def all_did(what: Callable[[], Any]) -> tuple[Any, str]:
-        """Its result where it went well on all ranks of the ring, or what went wrong."""
-        found, why = None, ""
+    def all_did(what: Callable[[], Any]) -> Any:
+        """Its result; a ring of which it went wrong on a rank has its reason then."""
+        found, wrong = None, ""
         try:
-            found = what() if grows[mine] else None
+            found = what() if grows[mine] and not refusals[mine] else None
         except Exception as error:  # noqa: BLE001 - of a driver: ranks send then, and say so
-            why = f"{type(error).__name__}: {error}"
-        said = tell(mesh, {"why": why}, timeout)
-        wrong = [f"rank {mesh.ranks[i]}: {said[i]['why']}" for i in rings[mine] if said[i]["why"]]
-        return found, "".join(wrong[:1])
+            wrong = f"{type(error).__name__}: {error}"
+        said = tell(mesh, {"why": wrong}, timeout)
+        for number, members in enumerate(rings):
+            for i in members:
+                if said[i]["why"] and not refusals[number]:
+                    why = f"rank {mesh.ranks[i]}: {said[i]['why']}"
+                    refusals[number] = f"memory of {need} bytes that the ranks share cannot be had: {why}"
+        return found
 
-    torchs = library(device)[0]
-    own, why = all_did(lambda: torchs.empty(need, dtype=torch.uint8, device=device))
-    grows[mine] = grows[mine] and not why
-    with _without_multicast():
-        handle, wrong = all_did(lambda: torchs.rendezvous(own, ring.group.group_name))
-    if grows[mine] and not wrong:
-        link.memory = Memory(own, handle, ring.index, timeout)
-    elif why or wrong:
-        link.why = f"memory of {need} bytes that the ranks share cannot be had: {why or wrong}"
+    if any(grows):
+        torchs = library(device)[0]
+        own = all_did(lambda: torchs.empty(need, dtype=torch.uint8, device=device))
+        with _without_multicast():
+            handle = all_did(lambda: torchs.rendezvous(own, ring.group.group_name))
+        if grows[mine] and not refusals[mine]:
+            link.memory = Memory(own, handle, ring.index, timeout)
+    link.why = refusals[mine] or Link.why
+    return next(filter(None, refusals), "")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 The model: kernels run at one rate; nothing hides what Ulysses exchanges; a ring's transfers are hidden as far as the
 kernel of a step lasts; the slowest rank counts. Rates are those of H100 with NVLink, in bfloat16, unless others are
-given. It leaves out launches, which short sequences wait for.
+given. It leaves out launches, which short sequences wait for, and what a kernel loses to transfers that are sent.
 """
 
 from __future__ import annotations
@@ -97,11 +97,16 @@ def cost(shape: Shape, ring: int, ulysses: int, machine: Machine | None = None) 
         if kernel:
             waiting += max(0.0, times * step_bytes / (outer * 1e9) - kernel / ring) * (ring - 1)
 
-    # Heads are put side by side and apart; of a ring's parts each after the first is merged, in float32.
+    # Heads are put side by side and apart, three gradients for one result.
     whole = B * share * D * e * (2 * shape.heads + 2 * shape.kv_heads)
-    copied = (2 * whole if ulysses > 1 else 0.0) + (2 + 3 * 4) * B * block * h * D * (ring - 1)
-    if shape.train:
-        copied *= 3  # three gradients are added up for one result
+    copied = (2 * whole if ulysses > 1 else 0.0) * (3 if shape.train else 1)
+    if ring > 1:
+        # Parts are read and their sum is written; of more than four, every three are added to a sum in float32 before.
+        # Gradients are added up in float32.
+        parts = (ring + 1) * e + 8 * max(0, -(-(ring - 4) // 3))
+        copied += B * block * h * D * parts
+        if shape.train:
+            copied += 2 * (2 + 3 * 4) * B * block * h * D * (ring - 1)
     copies = 2 if ulysses > 1 else 1
     held = copies * whole + 2 * B * D * e * shape.text * (h + k)
     held += 2 * step_bytes if ring > 1 else 0

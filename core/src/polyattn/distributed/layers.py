@@ -65,8 +65,9 @@ class USPAttention(nn.Module):
         text_grad: "whole": each rank gets the whole gradient of the text, and gives that of its results, which are the
             same on all ranks. "share": each gets and gives a share, whose sum over the ranks is the whole, as layers
             need whose gradients are summed over the ranks.
-        transfers: how keys and values get to the ranks of a ring: "auto", copied out of each other's memory where all
-            ranks of it can, else sent; or "send", by `torch.distributed`. The layer's `transfers` says what happened.
+        transfers: how keys and values get to the ranks of a ring: "send", by `torch.distributed`; or "copy", by copy
+            engines out of each other's memory, which takes no multiprocessors from attention. Where a ring cannot, a
+            warning says why, and it sends (an error in strict mode). The layer's `transfers` says what happened.
         timeout: seconds that a rank waits for the others to come to a call.
 
     Raises:
@@ -92,7 +93,7 @@ class USPAttention(nn.Module):
         order: str = "consecutive",
         kv: str = "ring",
         text_grad: str = "whole",
-        transfers: str = "auto",
+        transfers: str = "send",
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ class USPAttention(nn.Module):
         if ring.ranks.size == 1:
             return ring
         if self._transfers == "send":
-            self._copied = 'sent: the layer was made with transfers="send"'
+            self._copied = 'sent: transfers="send"'
             return ring
         link = link_of(ring.ranks, query.device)
         memory = link.serves(plan, key, value)
@@ -352,7 +353,7 @@ class USPAttention(nn.Module):
         changed = {k: v for k, v in self._site.static._asdict().items() if v != default[k]}
         sizes = f"ring={self._ranks.ring.size}, ulysses={self._ranks.ulysses.size}, order={self._order!r}"
         sizes += ", kv='gather'" if self._gathered else ""
-        sizes += ", transfers='send'" if self._transfers == "send" else ""
+        sizes += ", transfers='copy'" if self._transfers == "copy" else ""
         return ", ".join([sizes, *(f"{k}={v!r}" for k, v in changed.items())])
 
 
