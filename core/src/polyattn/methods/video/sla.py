@@ -57,6 +57,7 @@ class SLA:
 
     name: ClassVar[str] = "sla_attn"
     reads: ClassVar[tuple[str, ...]] = (WEIGHT, BIAS)
+    plans_by_step = False
 
     def __init__(self, *, topk_ratio: float, feature_map: str, linear_scope: str, BLKQ: int, BLKK: int) -> None:
         if topk_ratio <= 0:

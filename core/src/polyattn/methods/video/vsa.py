@@ -52,6 +52,7 @@ class VideoSparse:
     """
 
     reads = (GATE,)
+    plans_by_step = False
 
     def __init__(self, *, sparsity: float, coarse: str) -> None:
         if sparsity >= 1:
