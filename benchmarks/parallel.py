@@ -30,7 +30,7 @@ from ranks.job import D, H, Inside, Job, Row, Rows, backward_of, no_grad
 from torch import Tensor
 
 import polyattn
-from polyattn.distributed.costs import Shape, cost
+from polyattn.distributed.costs import Machine, Shape, cost
 from polyattn.errors import PolyattnError
 from polyattn.nn import RingAttention, USPAttention
 from polyattn.serving.attention.backend import AttentionBackend
@@ -138,7 +138,9 @@ def at(job: Job, tokens: int, train: list[str] | None) -> dict[str, Any]:
         "forward_ms": found,
         "forward_and_backward_ms": both,
         "predicted_ms": {
-            name: cost(Shape(tokens, H, H, D), ring, ulysses).time * 1e3 for name, (ring, ulysses) in job.sizes.items()
+            f"{name}{kind}": cost(Shape(tokens, H, H, D), ring, ulysses, machine).time * 1e3
+            for name, (ring, ulysses) in job.sizes.items()
+            for kind, machine in (("", Machine()), (", blocks copied", Machine(copies=True)))
         },
         "ratios": {
             "Ulysses / (kernel + 4 exchanges), at most 1.06": found["Ulysses"]

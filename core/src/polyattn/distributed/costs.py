@@ -1,8 +1,9 @@
 """What a layer over ranks costs each of them: bytes that are sent, memory, and time by a simple model. No torch.
 
-The model: kernels run at one rate; nothing hides what Ulysses exchanges; a ring's transfers are hidden as far as the
-kernel of a step lasts; the slowest rank counts. Rates are those of H100 with NVLink, in bfloat16, unless others are
-given. It leaves out launches, which short sequences wait for, and what a kernel loses to transfers that are sent.
+The model: kernels run at one rate; nothing hides what Ulysses exchanges, nor what a ring sends, since it takes
+multiprocessors from the kernels; blocks that a ring copies are hidden as far as the kernel of a step lasts; the slowest
+rank counts. Rates are those of H100 with NVLink, in bfloat16, unless others are given. It leaves out launches, which
+short sequences wait for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Shape:
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """Rates of a rank: TFLOP/s of a kernel forward and backward; GB/s that it sends within a host and between hosts,
-    and that it copies in its own memory."""
+    and that it copies in its own memory. copies: blocks of a ring are copied, `transfers="copy"` of a layer."""
 
     per_host: int = 8
     tflops: float = 690.0
@@ -41,6 +42,7 @@ class Machine:
     within: float = 220.0
     between: float = 45.0
     memory: float = 3000.0
+    copies: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,8 @@ def cost(shape: Shape, ring: int, ulysses: int, machine: Machine | None = None) 
     waiting = exchanged / (inner * 1e9)
     for kernel, times in ((forward, 1), (backward, 2)):
         if kernel:
-            waiting += max(0.0, times * step_bytes / (outer * 1e9) - kernel / ring) * (ring - 1)
+            hidden = kernel / ring if machine.copies else 0.0
+            waiting += max(0.0, times * step_bytes / (outer * 1e9) - hidden) * (ring - 1)
 
     # Heads are put side by side and apart, three gradients for one result.
     whole = B * share * D * e * (2 * shape.heads + 2 * shape.kv_heads)
