@@ -232,6 +232,7 @@ def _paged(problem: Problem) -> None:
 def _write_and_merge(problem: Problem) -> None:
     """New rows are written to the cache; partial results are merged."""
     from polyattn_triton.kernels.merge import merge
+    from polyattn_triton.kernels.merge_parts import merge_parts
     from polyattn_triton.kernels.write import write_kv
 
     H_kv, T, dtype = problem.heads[1], 2 * problem.queries, getattr(torch, problem.dtype)
@@ -245,6 +246,8 @@ def _write_and_merge(problem: Problem) -> None:
     )  # fmt: skip
     outs, lses = torch.empty(2, T, problem.heads[0], problem.dims[1]), torch.empty(2, T, problem.heads[0])
     merge(outs, lses, out=outs[0].to(dtype), lse=lses[0])
+    for parts in ([outs[0].to(dtype)] * 4, [outs[0], outs[1].to(dtype)]):
+        merge_parts(parts, [lses[0]] * len(parts), out=outs[0], lse=lses[0])
 
 
 def _latent(problem: Problem) -> None:

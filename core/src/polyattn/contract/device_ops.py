@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -45,6 +45,16 @@ class DeviceOps(Protocol):
         Args:
             outs: float32 [P, T, H, D_v]. lses: float32 [P, T, H], natural log, -inf for rows without keys. sinks: [H].
             out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written, without sinks.
+        """
+
+    def merge_parts(self, outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor, lse: Tensor) -> None:
+        """Merge partial results that lie apart, as those of a ring's steps. A class may lack it: core merges then.
+
+        Args:
+            outs: 1 to 4 of [T, H, D_v], each in any float dtype, 0 where its LSE is -inf. lses: float32 [T, H] of each,
+                natural log, any strides.
+            out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written. They may be the first of `outs`
+                and of `lses`.
         """
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.index import index_scores
 from .kernels.merge import merge
+from .kernels.merge_parts import merge_parts
 from .kernels.metadata import View, step_launches
 from .kernels.short_conv import causal_conv
 from .kernels.top import top_tokens
@@ -28,6 +29,7 @@ class DeviceOps:
 
     name = "polyattn-triton"
     merge = staticmethod(merge)
+    merge_parts = staticmethod(merge_parts)
     index_scores = staticmethod(index_scores)
     causal_conv = staticmethod(causal_conv)
     top_tokens = staticmethod(top_tokens)
