@@ -387,6 +387,16 @@ def test_plans_are_shared_by_layers_and_not_by_steps(plugin: Any) -> None:
     assert len(Doubled.plans) == 4
 
 
+def test_a_plan_serves_all_steps_where_the_method_says_so(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Doubled, "plans_by_step", False, raising=False)
+    plugin(Doubled)
+    qkv = tensors()
+    for grid in ((4, 4, 8), (8, 4, 4)):
+        for at in ({}, {"step": 0}, {"step": 1, "steps": 3}, {"step": 1, "branch": "uncond"}):
+            polyattn.attention(*qkv, backend="strange", place=Place(grid=grid, **at))
+    assert [place.grid for place, _ in Doubled.plans] == [(4, 4, 8), (8, 4, 4)]
+
+
 def test_what_a_method_keeps_belongs_to_the_run(plugin: Any) -> None:
     plugin(Doubled)
     kept: dict[str, Any] = {}

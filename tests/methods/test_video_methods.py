@@ -73,6 +73,18 @@ def test_all_are_tried() -> None:
 
 
 @each
+def test_only_sliding_tiles_plan_anew_for_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is orders of tokens on the device: to make one waits for all that is queued there."""
+    made: list[Any] = []
+    real = bound._Attend._planned
+    monkeypatch.setattr(bound._Attend, "_planned", lambda self, *given: made.append(given) or real(self, *given))
+    for step in (0, 1):
+        for branch in ("", "uncond"):
+            polyattn.attention(*inputs(), backend=name, place=dataclasses.replace(at(), step=step, branch=branch))
+    assert len(made) == (4 if name == "sliding_tile_attn" else 1)
+
+
+@each
 def test_compiled_layers_share_their_graphs(name: str) -> None:
     """Layers differ by a tensor alone, the number of the layer: a first one that runs dense, and others."""
     layer = LocalAttention(backend=name)

@@ -232,9 +232,22 @@ def test_masks_of_another_kind() -> None:
 
 def test_a_mask_that_looks_something_up() -> None:
     table = torch.zeros(1, 3)
-    assert not probing._is_plain(lambda b, h, q, k: table[b, q] == table[b, k], -1, None)
-    assert not probing._is_plain(lambda b, h, q, k: k <= q, 7, None)
-    assert probing._is_plain(lambda b, h, q, k: (k <= q) & (k > q - 8), 7, None)
+    assert not probing._is_plain(lambda b, h, q, k: table[b, q] == table[b, k], -1)
+    assert not probing._is_plain(lambda b, h, q, k: k <= q, 7)
+    assert probing._is_plain(lambda b, h, q, k: (k <= q) & (k > q - 8), 7)
+
+
+def test_what_a_mask_looks_up_on_a_device_is_looked_up_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU answers an index behind the end with an assertion, which ends its context."""
+    real = torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    for length, plain in ((3, False), (5000, True)):
+        table = torch.empty(1, length, device="meta")
+        assert probing._is_plain(lambda b, h, q, k, t=table: (t[b, q] == t[b, k]) & (k <= q), -1) is plain
 
 
 def test_attention_in_a_models_own_code() -> None:

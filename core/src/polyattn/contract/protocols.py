@@ -425,7 +425,8 @@ class Method(Protocol):
     that autograd goes through. The place is checked before: grid and text add up to S. What it may have beside these
     functions: `density(plan, place)` (docs/methods.md); `reads`, the names of tensors of the place that it knows, by
     which a slip of a name is found; `own_kernels`, what a run is told of kernels that it launches itself: names, or a
-    function of the place, the `Like` and whether gradients are wanted, which returns them.
+    function of the place, the `Like` and whether gradients are wanted, which returns them; `plans_by_step`, False where
+    a plan holds for all steps and branches.
     """
 
     def leaves_dense(self, place: Place) -> str:

@@ -138,7 +138,7 @@ class _Attend:
         # What is asked leaves nothing in what is kept: tensors there have no contents.
         place = dataclasses.replace(place, kept=dict(place.kept or {}))
         if not self._method.leaves_dense(place):
-            self._plan(_Shared(place), self._like(query, key))  # of numbers, so outside of the mode below
+            self._plan(self._shared(place), self._like(query, key))  # of numbers, so outside of the mode below
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             asking = _Asking(self._request, mode)
             known = query.device.type != "meta"
@@ -162,7 +162,7 @@ class _Attend:
             own = own(place, like, any(grads)) if callable(own) else own
             kernels = self._kernels[alike] = (*own, *(f"{one.request.family}: {one.id}" for one in found))
         said = None if why else getattr(self._method, "density", None)
-        density = None if said is None else said(self._plan(_Shared(place), like), place)
+        density = None if said is None else said(self._plan(self._shared(place), like), place)
         place.run.told(place, self._name, kernels, why=why, density=density)
 
     def _here(self, query: Tensor, place: Place | None) -> Place:
@@ -192,6 +192,9 @@ class _Attend:
         batch, tokens, heads = query.shape[0], query.shape[s], query.shape[h]
         return Like(batch, heads, key.shape[h], tokens, query.shape[3], query.dtype, query.device)
 
+    def _shared(self, place: Place) -> _Shared:
+        return _Shared(place, by_step=getattr(self._method, "plans_by_step", True))
+
     def _planned(self, shared: _Shared, like: Like) -> Any:
         if _capturing(like.device):
             raise InvalidInputError(
@@ -205,7 +208,7 @@ class _Attend:
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, place: Place, inner: Any) -> Any:
         why = self._method.leaves_dense(place)
         explained = isinstance(inner, _Asking)
-        plan = None if why else self._plan(_Shared(place), self._like(query, key))
+        plan = None if why else self._plan(self._shared(place), self._like(query, key))
         if self._turned:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if why:
@@ -236,11 +239,11 @@ class _Shared:
 
     __slots__ = ("_key", "place")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, by_step: bool) -> None:
         self.place = place
         self._key: tuple[Hashable, ...] = (
-            *(place.grid, place.text, place.valid_text, place.layers),
-            *(place.step, place.steps, place.branch, place.role, place.heads),
+            *(place.grid, place.text, place.valid_text, place.layers, place.role, place.heads),
+            *((place.step, place.steps, place.branch) if by_step else ()),
         )
 
     def __hash__(self) -> int:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ...errors import UnsupportedRequestError
 from ...serving.layer import AttentionLayer, StateLayer
@@ -103,23 +105,32 @@ _notes: list[_Notes] = []
 
 
 def _mask(*, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Tensor:
-    device = kwargs.get("device")
     window = -1 if local_size is None else local_size - 1
-    mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
-    _notes[-1].masks[id(mask)] = (mask, window if _is_plain(mask_function, window, device) else None)
+    mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+    _notes[-1].masks[id(mask)] = (mask, window if _is_plain(mask_function, window) else None)
     return mask
 
 
-def _is_plain(function: Any, window: int, device: Any) -> bool:
+class _OnHost(TorchFunctionMode):
+    """Functions compute on the CPU, whatever device holds the tensors that they look things up in. An index behind the
+    end is an error there; on a GPU it would end the process's use of it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, Tensor.cpu, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _is_plain(function: Any, window: int) -> bool:
     """Tell whether a mask function is causal with this window, tried on the borders of a few windows and around
     them."""
     size = window + 1 if window > 0 else 1024
     rows = [r for n in range(4) for r in (n * size - 1, n * size, n * size + 1) if r >= 0]
     pairs = {(r, k) for r in rows for d in (0, 1, size - 1, size, size + 1) for k in (r - d, r + d) if k >= 0}
-    q, k = (torch.tensor(side, device=device) for side in zip(*sorted(pairs), strict=True))
+    q, k = (torch.tensor(side, device="cpu") for side in zip(*sorted(pairs), strict=True))
     zero = torch.zeros_like(q)
     try:
-        found = function(zero, zero, q, k)
+        with _OnHost():
+            found = function(zero, zero, q, k)
     except (IndexError, RuntimeError, TypeError):
         return False  # it looks something up by position: no rule of distances
     expected = (k <= q) & ((k >= q - window) if window >= 0 else True)

@@ -103,6 +103,8 @@ class SVG2:
         svg2_first_layers_fp, svg2_first_times_fp: share of the first layers and of the first steps that run dense.
     """
 
+    plans_by_step = False
+
     def __init__(
         self,
         *,

@@ -73,6 +73,8 @@ class VMoBA:
         ConfigError: no layer of a cycle cuts the grid, or the scores of a chunk are to be ranked by number.
     """
 
+    plans_by_step = False
+
     def __init__(
         self,
         *,

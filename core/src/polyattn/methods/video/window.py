@@ -38,6 +38,8 @@ class WindowVideo:
         first_full_step, first_full_layer: how many of the first steps and layers run dense.
     """
 
+    plans_by_step = False
+
     def __init__(
         self, *, window_reach: Sequence[int], window_tile: Sequence[int], first_full_step: int, first_full_layer: int
     ) -> None:
