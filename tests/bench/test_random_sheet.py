@@ -56,3 +56,14 @@ def test_a_seed_says_everything_and_more_rows_go_on(random_sheet: ModuleType) ->
     for name in random_sheet.FAMILIES:
         assert few["families"][name]["rows"] == many["families"][name]["rows"][:3]
         assert few["families"][name]["rows"] != other["families"][name]["rows"]
+
+
+def test_seeds_are_one_sheet(random_sheet: ModuleType) -> None:
+    both, alone = random_sheet.drawn([7, 8], 3), random_sheet.drawn([7], 3)
+    assert both["title"] == "Random shapes, seeds 7, 8"
+    for name in random_sheet.FAMILIES:
+        rows = both["families"][name]["rows"]
+        assert rows[:3] == alone["families"][name]["rows"]
+        assert [row["model"] for row in rows] == ["seed 7"] * 3 + ["seed 8"] * 3
+    twice = random_sheet.drawn([7, 7], 3)["families"]["random_decode"]["rows"]
+    assert all(a != b for i, a in enumerate(twice) for b in twice[:i]), "bench refuses two rows that are one"
