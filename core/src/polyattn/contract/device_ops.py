@@ -14,16 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "WRITTEN",
-    "BlockOps",
-    "DeviceOps",
-    "RowsWriter",
-    "StepTables",
-    "StepView",
-    "StepWriter",
-    "TailedConv",
+    "WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TailedConv",
     "TokenScorer",
-]
+]  # fmt: skip
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -113,15 +106,9 @@ class TokenScorer(Protocol):
     """What `DeviceOps` may have beside writing rows, for indexers of DeepSeek sparse attention."""
 
     def index_scores(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        cache: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
+        self, query: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
         max_seqlen_q: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Scores all tokens for queries, as `polyattn.semantics.token_index.index_scores`.
 
         Args:
