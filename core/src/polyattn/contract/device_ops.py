@@ -165,14 +165,9 @@ class BlockOps(Protocol):
         """
 
     def scatter(
-        self,
-        rows: Tensor,
-        places: Tensor,
-        *,
-        gate: Tensor | None = None,
-        coarse: Tensor | None = None,
+        self, rows: Tensor, places: Tensor, *, gate: Tensor | None = None, coarse: Tensor | None = None,
         owners: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Brings rows back to their tokens, and adds what is one row for a block.
 
         Args:
