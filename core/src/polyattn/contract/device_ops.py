@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TailedConv",
-    "TokenScorer",
+    "TokenLister", "TokenScorer",
 ]  # fmt: skip
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
@@ -37,6 +37,16 @@ class DeviceOps(Protocol):
         Args:
             outs: float32 [P, T, H, D_v]. lses: float32 [P, T, H], natural log, -inf for rows without keys. sinks: [H].
             out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written, without sinks.
+        """
+
+    def merge_parts(self, outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor, lse: Tensor) -> None:
+        """Merge partial results that lie apart, as those of a ring's steps. A class may lack it: core merges then.
+
+        Args:
+            outs: 1 to 4 of [T, H, D_v], each in any float dtype, 0 where its LSE is -inf. lses: float32 [T, H] of each,
+                natural log, any strides.
+            out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written. They may be the first of `outs`
+                and of `lses`.
         """
 
 
@@ -139,6 +149,20 @@ class TailedConv(Protocol):
 
         Returns:
             [B, S, C].
+        """
+
+
+class TokenLister(Protocol):
+    """What `DeviceOps` may have beside writing rows, for lists of the tokens that an indexer scores highest."""
+
+    def top_tokens(self, scores: Tensor, seen: Tensor, topk: int) -> Tensor:
+        """Lists the tokens of the highest scores, as `polyattn.semantics.token_index.top_tokens`.
+
+        Args:
+            scores: float32 [T_q, S]. seen: int [T_q], tokens that each query sees, the first of S.
+
+        Returns:
+            int32 [T_q, topk], in any order; -1 where a query sees fewer tokens.
         """
 
 
