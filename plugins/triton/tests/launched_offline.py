@@ -39,8 +39,9 @@ SHARED_MEMORY = {
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
     (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged), gdn and
-    kda (chunks forward and backward; H_q heads of values), latent, whose dims are (D_c, D_r) and whose rows are of
-    656 bytes with kv_dtype fp8_e4m3, or dsa (scores of an indexer, lists, and latent attention to lists).
+    kda (chunks forward and backward; H_q heads of values; their steps and convolutions too), latent, whose dims are
+    (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3, or dsa (scores of an indexer, lists, and latent
+    attention to lists).
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -231,6 +232,7 @@ def _paged(problem: Problem) -> None:
 def _write_and_merge(problem: Problem) -> None:
     """New rows are written to the cache; partial results are merged."""
     from polyattn_triton.kernels.merge import merge
+    from polyattn_triton.kernels.merge_parts import merge_parts
     from polyattn_triton.kernels.write import write_kv
 
     H_kv, T, dtype = problem.heads[1], 2 * problem.queries, getattr(torch, problem.dtype)
@@ -244,6 +246,8 @@ def _write_and_merge(problem: Problem) -> None:
     )  # fmt: skip
     outs, lses = torch.empty(2, T, problem.heads[0], problem.dims[1]), torch.empty(2, T, problem.heads[0])
     merge(outs, lses, out=outs[0].to(dtype), lse=lses[0])
+    for parts in ([outs[0].to(dtype)] * 4, [outs[0], outs[1].to(dtype)]):
+        merge_parts(parts, [lses[0]] * len(parts), out=outs[0], lse=lses[0])
 
 
 def _latent(problem: Problem) -> None:
@@ -358,7 +362,7 @@ def _chosen(problem: Problem) -> None:
 
 
 def _linear(problem: Problem) -> None:
-    from polyattn_triton.kernels import delta_chunks, delta_gradients
+    from polyattn_triton.kernels import delta_chunks, delta_gradients, linear_recurrent
 
     (H_v, H), (D, D_v), T = problem.heads, problem.dims, problem.queries
     query, key = (_tensor(problem, 2, T, H, D) for _ in range(2))
@@ -370,6 +374,23 @@ def _linear(problem: Problem) -> None:
         query, key, value, state, made, out=torch.empty_like(value), last=torch.empty_like(state), **given
     )
     delta_gradients.gradients(value, state, query, key, value, gate, beta, state, made, **given)
+    out, last = torch.empty_like(value), torch.empty_like(state)
+    linear_recurrent.recurrent(query, key, value, gate, beta, state, out=out, last=last, **given)
+    _conv(problem, T)
+
+
+def _conv(problem: Problem, T: int) -> None:
+    """Of prompts, packed ones, steps and drafts."""
+    from polyattn_triton.kernels.short_conv import causal_conv
+
+    weight, slots = _tensor(problem, 300, 4), torch.arange(2)
+    tails, drafted = _tensor(problem, 2, 300, 3), _tensor(problem, 2, 5, 300, 3)
+    parents = torch.zeros(2, 5, dtype=torch.int64)
+    for tokens in (T, 1):
+        causal_conv(_tensor(problem, 2, tokens, 300), weight, None, tails, slots)
+    causal_conv(_tensor(problem, 1, T, 300), weight, weight[:, 0], tails, slots, cu_seqlens=torch.tensor([0, 9, T]))
+    for tree in (None, parents):
+        causal_conv(_tensor(problem, 2, 5, 300), weight, None, tails, slots, parents=tree, drafted=drafted)
 
 
 @functools.cache

@@ -6,15 +6,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter"]
-__all__ += ["TokenLister", "TokenScorer"]
+__all__ = [
+    "WRITTEN",
+    "BlockOps",
+    "DeviceOps",
+    "RowsWriter",
+    "StepTables",
+    "StepView",
+    "StepWriter",
+    "TailedConv",
+    "TokenLister",
+    "TokenScorer",
+]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -35,6 +45,16 @@ class DeviceOps(Protocol):
         Args:
             outs: float32 [P, T, H, D_v]. lses: float32 [P, T, H], natural log, -inf for rows without keys. sinks: [H].
             out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written, without sinks.
+        """
+
+    def merge_parts(self, outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor, lse: Tensor) -> None:
+        """Merge partial results that lie apart, as those of a ring's steps. A class may lack it: core merges then.
+
+        Args:
+            outs: 1 to 4 of [T, H, D_v], each in any float dtype, 0 where its LSE is -inf. lses: float32 [T, H] of each,
+                natural log, any strides.
+            out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written. They may be the first of `outs`
+                and of `lses`.
         """
 
 
@@ -116,6 +136,27 @@ class TokenScorer(Protocol):
 
         Returns:
             float32 [T_q, max_pages * page_size]; anything for tokens that a query does not see.
+        """
+
+
+class TailedConv(Protocol):
+    """What `DeviceOps` may have beside writing rows, for layers of linear attention."""
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, slots: Tensor, *,
+        cu_seqlens: Tensor | None = None, parents: Tensor | None = None, drafted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Computes `polyattn.semantics.linear_conv.causal_conv` over tails in a pool, and writes the new tails there.
+
+        Args:
+            x: [B, S, C], in 16 bits or float32. weight: [C, W]. bias: [C].
+            tails: [slots, C, W - 1]. slots: int [N], the tail of each sequence; below 0: zeros, and nothing is written.
+            cu_seqlens: integers [N+1], with B = 1: sequences behind each other. None: N = B.
+            drafted: [slots, most, C, W - 1], most >= S: the tokens are drafts, the tail after draft t goes to
+                drafted[slot, t], and `tails` stays. parents: integers [B, S], see there.
+
+        Returns:
+            [B, S, C].
         """
 
 

@@ -24,7 +24,7 @@ from ..selection.overrides import SCOPE
 from ..selection.select import Choice, Policy, select
 from ..semantics.autograd import differentiable
 from .cases import Case
-from .families import FAMILIES, Call
+from .families import Call, family_of
 from .steps import planned
 from .values import declared
 
@@ -44,7 +44,7 @@ def is_interpreted(info: BackendInfo) -> bool:
 
 def sayable(case: Case) -> bool:
     """Return whether the public call of the family can ask for this case."""
-    return FAMILIES[case.request.family].sayable(case)
+    return family_of(case).sayable(case)
 
 
 def natively(policy: Policy) -> Policy:
@@ -118,7 +118,7 @@ class Installed:
 
     def asked(self, case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> AttentionRequest:
         """Return what the public call makes of a case: nothing of it may be lost on the way."""
-        call, positional, keywords = FAMILIES[case.request.family].public(Call(case, tensors, extra))
+        call, positional, keywords = family_of(case).public(Call(case, tensors, extra))
         return inspection.explain(call, *positional, backend=self.name, **keywords).request
 
     def refuse(self, case: Case) -> PolyattnError | None:
@@ -211,7 +211,7 @@ def _bound(
     extra: Mapping[str, Any],
     out: Tensor | None,
 ) -> Any:
-    family = FAMILIES[case.request.family]
+    family = family_of(case)
     given: dict[str, Any] = dict.fromkeys(family.optional)
     given |= {"attn_mask" if name == "mask" else name: tensor for name, tensor in tensors.items()}
     positional = [given.pop(name) for name in family.positional]
@@ -219,7 +219,7 @@ def _bound(
 
 
 def _public(case: Case, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], out: Tensor | None, name: str) -> Any:
-    call, positional, keywords = FAMILIES[case.request.family].public(Call(case, tensors, extra))
+    call, positional, keywords = family_of(case).public(Call(case, tensors, extra))
     if case.request.transform == "subclass":
         positional = tuple(t.as_subclass(_Labelled) for t in positional)
     if case.request.transform == "vmap":

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from ..contract import AttentionRequest
 
-__all__ = ["FAR", "Case", "Check"]
+__all__ = ["FAR", "Case", "Check", "Placed"]
 
 FAR = 107.0
 """Nats from 0 at which `low` and `high` logits lie: exp(-lse) of such a row, LSE -99 or so, is no float32 any more."""
@@ -18,6 +18,37 @@ _MANY = 64
 """Sequences of one length that an id counts instead of naming each."""
 
 Check = Literal["values", "decode", "split", "pages", "dropout", "capture", "refusal", "witness", "fault"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Describes where in a model a case of a method is, and with which options.
+
+    Attributes:
+        method: its entry in `polyattn.testing.families.METHODS`.
+        grid, text, valid_text, layer, layers, steps: see `polyattn.video.Place`.
+        points: (step, branch) of the calls of one run in order, of which the last one is judged.
+        options: of the method by name. full: with these it is dense attention.
+    """
+
+    method: str
+    grid: tuple[int, int, int]
+    text: tuple[int, int] = (0, 0)
+    valid_text: tuple[int, int] | None = None
+    layer: int = 0
+    layers: int = 3
+    steps: int = 2
+    points: tuple[tuple[int, str], ...] = ((1, ""),)
+    options: tuple[tuple[str, Any], ...] = ()
+    full: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """Return what an id says of it."""
+        found = ["grid=" + _word(self.grid), *([f"text={_word(self.text)}"] if any(self.text) else [])]
+        found += [f"valid={_word(self.valid_text)}"] if self.valid_text else []
+        found += [f"layer={self.layer}", *(f"{step}{branch}" for step, branch in self.points)]
+        return [*found, *(f"{name}={_word(value)}" for name, value in self.options), *["full"] * self.full]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +74,7 @@ class Case:
         parts: of a split: the widths that the keys are cut into; together at least the longest S_k. Shorter
             sequences end before the last ones, and some widths may be 0.
         fields: of a refusal: the fields of which one must be named in a reason.
+        place: of a method's case.
     """
 
     request: AttentionRequest
@@ -58,6 +90,7 @@ class Case:
     new_rows: bool = False
     parts: tuple[int, ...] = ()
     fields: tuple[str, ...] = ()
+    place: Placed | None = None
 
     @property
     def far(self) -> float:
@@ -95,6 +128,7 @@ class Case:
         words += [f"out_{self.out}"] if self.out else []
         words += [name for name in ("closed_rows", "new_rows") if getattr(self, name)]
         words += [f"parts={_word(self.parts)}"] if self.parts else []
+        words += self.place.words if self.place else []
         return "-".join(words)
 
     def __str__(self) -> str:

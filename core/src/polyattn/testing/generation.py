@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..contract import Row
 from .cases import Case
-from .families import FAMILIES
+from .families import FAMILIES, METHODS
 from .long_cases import LongCases, brief, far, one_far, wide
 from .row_cases import RowCases, holds_here
 from .values import inside
@@ -77,15 +77,18 @@ def _longer(maker: RowCases, tiles: int, *, few: bool) -> Iterator[Case]:
         yield from longer.cases(tiles)
 
 
-def left_out(rows: Sequence[Row], facts: Mapping[str, Any], families: Sequence[str]) -> list[str]:
-    """Return what rows take and no case tries, each as a sentence: the kit can make no tensors for it."""
+def left_out(rows: Sequence[Row], facts: Mapping[str, Any], families: Sequence[str], name: str = "") -> list[str]:
+    """Return what rows take and no case tries, each as a sentence: the kit can make no tensors for it. `name`: of
+    the backend."""
     found: dict[str, None] = {}
     for row in rows:
         for family in inside("family", row):
             if family not in families or not holds_here(row, facts):
                 continue
             if "place" in row.when:
-                found["calls with a place: a method is compared with its own mask, by tests of its own"] = None
+                known = METHODS.get(name)
+                nobody = f"calls with a place: the kit does not know the mathematics of {name or 'the method'}"
+                found |= dict.fromkeys((nobody,) if known is None else known.untried)
                 continue
             if family not in FAMILIES:
                 found[f"family {family}: the kit judges it and does not compute it"] = None

@@ -63,7 +63,7 @@ def plainly(problem: Problem) -> Solution:
 def solve(problem: Problem, method: Method, dtype: torch.dtype) -> Solution:
     """Solve a problem, gradients included, with a function for one group of sequences of equal lengths."""
     request, family = problem.request, problem.family
-    wanted = [name for name in request.grad if name != "lse"]
+    wanted = family.differentiated(problem.case)
     leaves = {
         name: t.detach().to(dtype if t.dtype.is_floating_point else t.dtype).requires_grad_(name in wanted)
         for name, t in problem.tensors.items()
@@ -234,7 +234,7 @@ def cancelling(problem: Problem) -> Mapping[str, Tensor]:
     """
     method = problem.family.terms
     if method is None:
-        return {name: torch.zeros((), dtype=torch.float64) for name in problem.request.grad}
+        return {name: torch.zeros((), dtype=torch.float64) for name in problem.family.differentiated(problem.case)}
     upstream = dataclasses.replace(problem, dout=problem.dout.abs(), dlse=problem.dlse.abs())
     return {name: terms.abs() for name, terms in solve(upstream, method, torch.float64).grads.items()}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..adapters.alignment import aligned
 from ..contract import AttentionRequest
 from .cases import Case
-from .families import DTYPES, FAMILIES, Family
+from .families import DTYPES, Family, family_of
 
 __all__ = ["Maker", "Problem", "build", "off_boundary", "stored"]
 
@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.case.request.family]
+        return family_of(self.case)
 
     @property
     def largest_value(self) -> float:
@@ -73,7 +73,7 @@ class Maker:
     """Makes the tensors of one case. Values are drawn on the CPU, so that every device gets the same ones."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device, self.family = case, device, FAMILIES[case.request.family]
+        self.case, self.device, self.family = case, device, family_of(case)
         self.dtype = DTYPES[case.request.dtype]
         self._generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
 
@@ -93,7 +93,7 @@ class Maker:
 
     def input(self, name: str, *shape: int) -> Tensor:
         """A query, key or value in the case's dtype and storage."""
-        values = self.normal(*shape)
+        values = self.family.shaped(self.case, name, self.normal(*shape))
         if name == "query":
             values = self.away(values)
         elif name == "key":
@@ -219,7 +219,7 @@ def off_boundary(case: Case) -> bool:
     """Return whether an input of the case, or a row of it, is off a 16-byte boundary: `AttentionRequest.misaligned`."""
     if case.storage in ("contiguous", "misaligned") or not case.lengths:
         return case.storage == "misaligned"
-    dtype, shapes = DTYPES[case.request.dtype], FAMILIES[case.request.family].shapes(case)
+    dtype, shapes = DTYPES[case.request.dtype], family_of(case).shapes(case)
     return not all(_on_boundary(tuple(shape), dtype, _storage(case, name)) for name, shape in shapes.items())
 
 
@@ -231,13 +231,12 @@ def _on_boundary(shape: tuple[int, ...], dtype: torch.dtype, storage: str) -> bo
 
 def build(case: Case, device: torch.device) -> Problem:
     """The problem of a case. The same case gives the same values on every device."""
-    family = FAMILIES[case.request.family]
+    family = family_of(case)
     maker = Maker(case, device)
     made, extra = family.make(case, maker)
     tensors = {name: t for name, t in made.items() if t is not None}
-    for name in case.request.grad:
-        if name != "lse":
-            tensors[name] = tensors[name].detach().requires_grad_()
+    for name in family.differentiated(case):
+        tensors[name] = tensors[name].detach().requires_grad_()
     shape = family.out_shape(case)
     dout = maker.normal(*shape).to(maker.dtype).to(device)
     return Problem(case, tensors, extra, dout, maker.normal(*family.second_form(case)[0]).to(device))

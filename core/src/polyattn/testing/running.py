@@ -29,6 +29,7 @@ from .families import DTYPES, FAMILIES
 from .generation import LEVELS, ONE, TILES, Level, generate, left_out
 from .machine import device_name, lost, records_graphs, versions
 from .negative import controls
+from .placed_cases import placed_cases
 from .report import Report
 from .row_cases import holds_here
 from .sources import sources_of
@@ -78,6 +79,8 @@ def plan(
     computed = [family for family in chosen if family in FAMILIES]
     tiles = _tiles(target, level, count)
     served = generate(target.rows, target.facts, families=computed, dtypes=dtypes, per_row=count, tiles=tiles)
+    if "dense" in computed:
+        served += placed_cases(target.name, target.rows, target.facts, dtypes)
     if target.accuracy is not None:
         served = [case for case in served if not case.far]
     recorded = records_graphs(target.device)
@@ -195,7 +198,7 @@ def _expected(outcome: Outcome, lines: Iterable[Expected]) -> Outcome:
 
 def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Sequence[str] | None) -> Report:
     served = [case.request for case in cases if case.check not in ("refusal", "witness", "fault")]
-    not_run = left_out(target.rows, target.facts, families or ALL_FAMILIES)
+    not_run = left_out(target.rows, target.facts, families or ALL_FAMILIES, target.name)
     recorded = [row for row in target.rows if holds_here(row, target.facts) and True in inside("graph_capture", row)]
     if recorded and not records_graphs(target.device):
         not_run.append(f"graph_capture: torch.{target.device.type} records no graphs here")

@@ -11,7 +11,9 @@ from torch import Tensor
 from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.index import index_scores
 from .kernels.merge import merge
+from .kernels.merge_parts import merge_parts
 from .kernels.metadata import View, step_launches
+from .kernels.short_conv import causal_conv
 from .kernels.top import top_tokens
 from .kernels.write import Launched, Writer, latent_parts, write_kv, write_latent
 
@@ -23,11 +25,13 @@ __all__ = ["BlockOps", "DeviceOps"]
 
 class DeviceOps:
     """Rows of KV pools, quantised and with their scales, in one launch for keys and values; the tables of a step, three
-    views of it in a launch; results of several ranks as one."""
+    views of it in a launch; results of several ranks as one; convolutions over the tails of a pool."""
 
     name = "polyattn-triton"
     merge = staticmethod(merge)
+    merge_parts = staticmethod(merge_parts)
     index_scores = staticmethod(index_scores)
+    causal_conv = staticmethod(causal_conv)
     top_tokens = staticmethod(top_tokens)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:

@@ -222,8 +222,9 @@ def sla_reference(
     *,
     feature_map: str,
     linear_scope: str,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Compute SLA of given blocks as it is defined: two masks over all pairs of tokens, in float64.
+    """Compute SLA of given blocks as it is defined: two masks over all pairs of tokens, in float64 or another `dtype`.
 
     Args:
         query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v].
@@ -231,9 +232,9 @@ def sla_reference(
         tensors: as `SLA`. feature_map, linear_scope: as `SLA`.
 
     Returns:
-        out float64 [B, H_q, S, D_v]. Rows of the linear branch that see no key are 0.
+        out [B, H_q, S, D_v]. Rows of the linear branch that see no key are 0.
     """
-    q, k, v = query.double(), key.double(), value.double()
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
     group, tokens = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     counts = torch.full(chosen.shape[:3], chosen.shape[3], dtype=torch.int32, device=chosen.device)
@@ -246,7 +247,7 @@ def sla_reference(
         weights = weights * ~mask
     linear = weights @ v / (weights.sum(-1, keepdim=True) + _EPSILON)
     bias = tensors.get(BIAS)
-    out: Tensor = exact + torch.nn.functional.linear(linear, tensors[WEIGHT].double(), _as(bias, linear))
+    out: Tensor = exact + torch.nn.functional.linear(linear, tensors[WEIGHT].to(dtype), _as(bias, linear))
     return out
 
 

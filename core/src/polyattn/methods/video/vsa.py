@@ -142,8 +142,9 @@ def vsa_reference(
     gate: Tensor | None = None,
     scale: float | None = None,
     chosen: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of the method in float64, over an explicit mask, token by token.
+    """The definition of the method in float64 (or another `dtype`), over an explicit mask, token by token.
 
     Args:
         query: [B, H, S, D]; key: [B, H, S, D]; value: [B, H, S, D_v]. gate: [B, S, H, D_v] or sizes of 1, None = no
@@ -152,13 +153,13 @@ def vsa_reference(
     Returns:
         (out [B, H, S, D_v], chosen).
     """
-    q, k, v = query.double(), key.double(), value.double()
-    numbers, counts = tiles_by_token(place, TILE, NAME)
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    numbers, counts = (t.to(q.device) for t in tiles_by_token(place, TILE, NAME))
     video = (numbers >= 0).all(-1)
     most = numbers.amax(0) + 1
     tile = (numbers[video, 0] * most[1] + numbers[video, 1]) * most[2] + numbers[video, 2]
     tiles = int(most.prod())
-    belongs = torch.nn.functional.one_hot(tile, tiles).double()  # [cells, tiles]
+    belongs = torch.nn.functional.one_hot(tile, tiles).to(dtype)  # [cells, tiles]
     share = belongs / belongs.sum(0)
     coarse_q, coarse_k, coarse_v = (torch.einsum("bhsd,sn->bhnd", t[:, :, video], share) for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -166,12 +167,12 @@ def vsa_reference(
     if chosen is None:
         best = scores.topk(tiles_kept(sparsity, tiles), dim=-1).indices
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
-    mask = torch.ones(*q.shape[:3], q.shape[2], dtype=torch.bool)
+    mask = torch.ones(*q.shape[:3], q.shape[2], dtype=torch.bool, device=q.device)
     places = video.nonzero()[:, 0]
     mask[:, :, places[:, None], places] = chosen[:, :, tile][..., tile]
     logits = (scale * q @ k.transpose(-1, -2)).masked_fill(~(mask & counts), -torch.inf)
     out = logits.softmax(-1) @ v
     if gate is not None:
         rows = torch.zeros_like(out).index_copy(2, places, (scores.softmax(-1) @ coarse_v)[:, :, tile])
-        out = out + rows * gate.double().transpose(1, 2)
+        out = out + rows * gate.to(dtype).transpose(1, 2)
     return out, chosen

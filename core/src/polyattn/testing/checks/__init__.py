@@ -64,7 +64,7 @@ def _measured(target: Target, case: Case) -> Outcome:
     notes = Notes(case, problem.dtype, getattr(target, "accuracy", None))
     with Run() as run:
         try:
-            with one_thread():
+            with one_thread(), problem.family.settled(case, target.name):
                 _CHECKS[case.check](target, problem, notes)
         except BaseException as exc:
             if run.ended_by_host(exc):

@@ -56,7 +56,8 @@ def values(target: Target, problem: Problem, notes: Notes) -> None:
     before = {name: t.detach().clone() for name, t in problem.tensors.items()}
     out = out_of(case, tuple(problem.dout.shape), problem.dtype, problem.dout.device)
     # What a transform or a capture adds to a request is seen from inside it only.
-    if isinstance(target, Installed) and sayable(case) and not request.transform and not request.graph_capture:
+    plainly_said = not (request.transform or request.graph_capture or case.place)
+    if isinstance(target, Installed) and sayable(case) and plainly_said:
         _check_request(target, problem, notes)
     result = run(target, problem, notes, out)
     if notes.findings:
@@ -80,7 +81,7 @@ def run(target: Target, problem: Problem, notes: Notes, out: Tensor | None = Non
         result, second = problem.family.returned(request, raw)
         if wrong := problem.family.misused(problem.case, problem.extra, lent, second):
             notes.wrong(problem.family.second, wrong)
-        wanted = [name for name in request.grad if name != "lse"]
+        wanted = problem.family.differentiated(problem.case)
         grads: Sequence[Tensor] = ()
         if wanted:
             outputs, upstream = [result], [problem.dout]

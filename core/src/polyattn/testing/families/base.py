@@ -4,6 +4,7 @@ right."""
 from __future__ import annotations
 
 import abc
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -145,6 +146,18 @@ class Family(abc.ABC):
         return iter(())
 
     # --- tensors
+
+    def shaped(self, case: Case, name: str, values: Tensor) -> Tensor:
+        """Normal values of the query, key or value, made what the case needs."""
+        return values
+
+    def differentiated(self, case: Case) -> list[str]:
+        """Names of the tensors whose gradients are compared."""
+        return [name for name in case.request.grad if name != "lse"]
+
+    def settled(self, case: Case, backend: str) -> contextlib.AbstractContextManager[Any]:
+        """Within, the process is configured as a case of this backend needs it."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def make(self, case: Case, maker: Maker) -> tuple[dict[str, Tensor | None], dict[str, Any]]:

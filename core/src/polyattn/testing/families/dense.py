@@ -46,7 +46,7 @@ class Dense(Family):
     unmade: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         name: values for name, values in Family.unmade.items() if name not in ("alibi", "segments")
     }
-    says = COMMON | {"alibi", "segments", "dropout", "grad", "misaligned", "transform", "graph_capture"}
+    says = COMMON | {"alibi", "segments", "dropout", "grad", "misaligned", "transform", "graph_capture", "place"}
 
     def relations(self, variants: Variants, rng: random.Random) -> Iterator[Case]:
         both = itertools.zip_longest(self._splits(variants, rng), self._decodes(variants))
