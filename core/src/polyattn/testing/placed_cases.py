@@ -29,8 +29,6 @@ _WAYS: tuple[Mapping[str, Any], ...] = (
 )
 """Each with the next options of a method. What a row or a method does not take is left out."""
 
-_HEAD_DIM = 64
-
 
 def placed_cases(name: str, rows: Sequence[Row], facts: Mapping[str, Any], dtypes: Sequence[str]) -> list[Case]:
     """The cases of calls with a place. None of a backend that `METHODS` does not know. Arguments as `generate`."""
@@ -51,7 +49,8 @@ def _of_row(name: str, known: PlacedCalls, row: Row, fixed: Mapping[str, Any]) -
     for number, way in enumerate(_WAYS):
         options = known.choices[number % len(known.choices)]
         yield from _case(name, known, row, fixed, way, options, layer=number % 3)
-    yield from _case(name, known, row, fixed, {**_WAYS[0], "batch": 1}, known.dense, full=True)
+    if known.dense is not None:
+        yield from _case(name, known, row, fixed, {**_WAYS[0], "batch": 1}, known.dense, full=True)
 
 
 def _case(
@@ -74,16 +73,10 @@ def _case(
     asked = {field: value for field, value in asked.items() if value in inside(field, row)}
     if "graph_capture" in way and "graph_capture" not in asked:
         return
-    request = request_of(
-        {
-            **fixed,
-            **asked,
-            "head_dim": _HEAD_DIM,
-            "place": True,
-            "s_relation": "equal",
-            "layout": way.get("layout", "BSHD"),
-        }
-    )
+    # The first is 64 where a row takes it.
+    width, *_ = *inside("head_dim", row), 0
+    asked |= {"head_dim": width, "place": True, "s_relation": "equal", "layout": way.get("layout", "BSHD")}
+    request = request_of({**fixed, **asked})
     tokens = math.prod(place.grid) + sum(text)
     case = Case(
         request=request, lengths=((tokens, tokens),) * way.get("batch", 1), place=place,
