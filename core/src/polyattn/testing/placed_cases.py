@@ -29,6 +29,9 @@ _WAYS: tuple[Mapping[str, Any], ...] = (
 )
 """Each with the next options of a method. What a row or a method does not take is left out."""
 
+_LONG = (9, 8, 16)
+"""A grid of more tokens than a kernel reads at once. It has whole chunks of V-MoBA, and tiles that are not whole."""
+
 
 def placed_cases(name: str, rows: Sequence[Row], facts: Mapping[str, Any], dtypes: Sequence[str]) -> list[Case]:
     """The cases of calls with a place. None of a backend that `METHODS` does not know. Arguments as `generate`."""
@@ -51,6 +54,7 @@ def _of_row(name: str, known: PlacedCalls, row: Row, fixed: Mapping[str, Any]) -
         yield from _case(name, known, row, fixed, way, options, layer=number % 3)
     if known.dense is not None:
         yield from _case(name, known, row, fixed, {**_WAYS[0], "batch": 1}, known.dense, full=True)
+    yield from _case(name, known, row, fixed, {}, known.choices[0], layer=2, grid=_LONG)
 
 
 def _case(
@@ -65,10 +69,8 @@ def _case(
     text = way.get("text", (0, 0)) if known.text else (0, 0)
     valid = way.get("valid_text") if known.text and known.padding else None
     points = way.get("points", Placed.points)
-    place = Placed(
-        method=name, grid=known.grid, text=text, valid_text=valid, points=points,
-        options=tuple(sorted(options.items())), **more,
-    )  # fmt: skip
+    placed = {"grid": known.grid, "text": text, "valid_text": valid, "points": points, **more}
+    place = Placed(method=name, options=tuple(sorted(options.items())), **placed)
     asked = {field: way[field] for field in ("group", "scale", "grad", "graph_capture") if field in way}
     asked = {field: value for field, value in asked.items() if value in inside(field, row)}
     if "graph_capture" in way and "graph_capture" not in asked:
