@@ -311,20 +311,14 @@ def torch(session: nox.Session, end: str) -> None:
 
 ENGINES = ("vllm==0.33.0", "sglang==0.5.23")
 BESIDE_ENGINES = (
-    *("aiohttp", "aiohappyeyeballs", "aiosignal", "apache-tvm-ffi", "cachetools", "cbor2", "einops", "frozenlist"),
-    *(
-        "llguidance",
-        "msgspec",
-        "multidict",
-        "openai-harmony",
-        "partial-json-parser",
-        "propcache",
-        "psutil",
-        "py-cpuinfo",
-    ),
-    *("pybase64", "pyzmq", "uvloop", "xgrammar==0.2.8", "yarl"),
+    *("addict", "aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "cachetools"),
+    *("cbor2", "compressed-tensors", "dill", "einops", "frozenlist", "gguf"),
+    *("ipython", "llguidance", "loguru", "msgspec", "multidict", "openai-harmony"),
+    *("orjson", "partial-json-parser", "propcache", "psutil", "py-cpuinfo", "pybase64"),
+    *("pyzmq", "sentencepiece", "torchvision==0.28.0", "traitlets", "uvloop"),
+    *("xgrammar==0.2.8", "yarl"),
 )
-"""What vLLM's layers import. Its own list would bring another torch, and kernels for GPUs."""
+"""What the layers of both import. Their own lists would bring another torch, and kernels for GPUs."""
 
 
 @nox.session(reuse_venv=True, default=False)
@@ -334,7 +328,7 @@ def engines(session: nox.Session) -> None:
         session.skip("installs engines of 400 MB: run it without --no-venv")
     install(session, *EVERYTHING)
     session.install("--no-deps", *ENGINES, *BESIDE_ENGINES)
-    names = ("vllm", "sglang")
+    names = ("vllm", "sglang", "sglang_diffusion", "sglang_real")
     session.run("python", "-m", "pytest", *(f"tests/integrations/test_{name}.py" for name in names), *session.posargs)
 
 

@@ -1,17 +1,19 @@
-"""Linear attention timed beside flash-linear-attention, in one run: prompts, decode, and gradients.
+"""Linear attention timed beside flash-linear-attention and FlashInfer, in one run: prompts, decode, and gradients.
 
     python benchmarks/linear.py --out linear.json       # on a GPU
     python benchmarks/linear.py --small                 # on a CPU: that it runs
 
 Calls of one size are timed in rounds, in another order each; a time is the median over rounds. Every output is compared
-with the first row's: the root of the mean square of the difference over that of the output.
+with the first row's: the root of the mean square of the difference over that of the output. FlashInfer's kernel of
+single tokens writes over the state it is given, which is one of its own here.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib
+import importlib.metadata
+import itertools
 import json
 import random
 import statistics
@@ -35,8 +37,8 @@ SIZES = {
 }
 SMALL = {"prompt B1 T40": (1, 40), "decode B3": (3, 1)}
 ROUNDS = 15
-_BUSY = 1_000_000
-"""Cycles, half a millisecond or so."""
+_BUSY = 4_000_000
+"""Cycles, two milliseconds or so."""
 Row = Callable[[], Any]
 
 
@@ -53,10 +55,10 @@ def tensors(method: str, B: int, T: int, heads: tuple[int, int], D: int, device:
     }
 
 
-def rows_of(method: str, given: dict[str, Tensor]) -> dict[str, Row]:
+def rows_of(method: str, given: dict[str, Tensor], backends: list[str]) -> dict[str, Row]:
     """Everybody who serves this call here, by name."""
     found: dict[str, Row] = {}
-    for name in BACKENDS:
+    for name in backends:
         run = functools.partial(polyattn.linear_attention, **given, method=method, backend=name)
         try:
             run()
@@ -64,16 +66,35 @@ def rows_of(method: str, given: dict[str, Tensor]) -> dict[str, Row]:
             print(f"  {name}: {str(refused)[:120]}")
         else:
             found[f"polyattn/{name}"] = run
-    by_hand = {"gdn": ("gated_delta_rule", "gated_delta_rule"), "kda": ("kda", "kda")}[method]
-    try:
-        module = importlib.import_module(f"fla.ops.{by_hand[0]}")
-    except ImportError:
-        return found
-    one = given["query"].shape[1] == 1
-    call = getattr(module, f"{'fused_recurrent' if one else 'chunk'}_{by_hand[1]}")
-    q, k, v, g, b, s = (given[name] for name in ("query", "key", "value", "gate", "beta", "state"))
-    found["fla"] = functools.partial(call, q, k, v, g=g, beta=b, initial_state=s, output_final_state=True)
+    for name, by_hand in (("fla", fla), ("flashinfer", flashinfer)):
+        try:
+            row = by_hand(method, given)
+        except (ImportError, RuntimeError) as missing:
+            print(f"  {name} by hand: {str(missing)[:120]}")
+        else:
+            found |= {} if row is None else {name: row}
     return found
+
+
+def fla(method: str, given: dict[str, Tensor]) -> Row:
+    module, call = {"gdn": ("gated_delta_rule", "gated_delta_rule"), "kda": ("kda", "kda")}[method]
+    one = given["query"].shape[1] == 1
+    kernel = getattr(importlib.import_module(f"fla.ops.{module}"), f"{'fused_recurrent' if one else 'chunk'}_{call}")
+    q, k, v, g, b, s = (given[name] for name in ("query", "key", "value", "gate", "beta", "state"))
+    return functools.partial(kernel, q, k, v, g=g, beta=b, initial_state=s, output_final_state=True)
+
+
+def flashinfer(method: str, given: dict[str, Tensor]) -> Row | None:
+    """Of single tokens of gdn: prompts are those of our backend. The raw gates are those whose gates are given."""
+    q, k, v, g, b, s = (given[name].detach() for name in ("query", "key", "value", "gate", "beta", "state"))
+    if method != "gdn" or q.shape[1] > 1:
+        return None
+    kernel = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
+    raw = {"a": (-g).expm1().log().to(q.dtype), "b": b.float().logit().to(q.dtype)}
+    learned = {name: g.new_zeros(g.shape[2]) for name in ("A_log", "dt_bias")}
+    run = functools.partial(kernel, q, k, v, s.mT.contiguous(), **raw, **learned, use_qk_l2norm=False)
+    run()
+    return functools.partial(kernel, q, k, v, s.mT.contiguous(), **raw, **learned, use_qk_l2norm=False)
 
 
 def timed(run: Row, device: str) -> float:
@@ -94,8 +115,13 @@ def timed(run: Row, device: str) -> float:
 def measured(rows: dict[str, Row], device: str, rounds: int) -> dict[str, dict[str, float]]:
     right: Tensor | None = None
     apart = {}
-    for name, run in rows.items():
-        out = run()[0].float()
+    for name, run in list(rows.items()):
+        try:
+            out = run()[0].float()
+        except RuntimeError as refused:
+            print(f"  {name}: {str(refused)[:120]}")
+            del rows[name]
+            continue
         right = out if right is None else right
         apart[name] = float((out - right).square().mean().sqrt() / right.square().mean().sqrt())
     times: dict[str, list[float]] = {name: [] for name in rows}
@@ -120,27 +146,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="sizes that a CPU computes in seconds")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help=f"of polyattn (default: {','.join(BACKENDS)})")
+    parser.add_argument(
+        "--only", default="", help="calls whose names have this in them, such as `kda` or `forward and`"
+    )
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not asked.small else "cpu"
     heads, D, rounds = ((2, 4), 16, 3) if asked.small else ((16, 32), 128, ROUNDS)
     found: dict[str, Any] = {}
-    for method in ("gdn", "kda"):
-        for size, (B, T) in (SMALL if asked.small else SIZES).items():
-            torch.manual_seed(0)
-            given = tensors(method, B, T, heads, D, device)
-            ways = {"forward": rows_of(method, given)}
-            if T > 1:
-                leaves = [tensor.requires_grad_() for tensor in given.values()]
-                ways["forward and backward"] = {n: trained(run, leaves) for n, run in rows_of(method, given).items()}
-            for way, rows in ways.items():
-                grad = torch.enable_grad() if way != "forward" else torch.no_grad()
-                with grad:
-                    figures = measured(rows, device, rounds)
-                found[f"{method} {size} {way}"] = figures
-                print(f"{method} {size} {way}: " + ", ".join(f"{n} {f['ms']:.3f} ms" for n, f in figures.items()))
-    if asked.out is not None:
-        where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        asked.out.write_text(json.dumps({"device": where, "torch": torch.__version__, "rows": found}, indent=1) + "\n")
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    for method, way, (size, (B, T)) in itertools.product(
+        ("gdn", "kda"), ("forward", "forward and backward"), (SMALL if asked.small else SIZES).items()
+    ):
+        name, trains = f"{method} {size} {way}", way != "forward"
+        if asked.only not in name or (trains and T == 1):
+            continue
+        torch.manual_seed(0)
+        given = tensors(method, B, T, heads, D, device)
+        leaves = [tensor.requires_grad_(trains) for tensor in given.values()]
+        with torch.set_grad_enabled(trains):
+            rows = rows_of(method, given, asked.backends.split(","))
+            rows = {who: trained(run, leaves) for who, run in rows.items()} if trains else rows
+            found[name] = measured(rows, device, rounds)
+        print(f"{name}: " + ", ".join(f"{who} {f['ms']:.3f} ms" for who, f in found[name].items()), flush=True)
+        if asked.out is not None:
+            whole = {"device": where, "torch": torch.__version__, "triton": _version("triton"), "rows": found}
+            asked.out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from ranks.job import D, H, Inside, Job, Row, Rows, backward_of, no_grad
 from torch import Tensor
 
 import polyattn
-from polyattn.distributed.costs import Shape, cost
+from polyattn.distributed.costs import Machine, Shape, cost
 from polyattn.errors import PolyattnError
 from polyattn.nn import RingAttention, USPAttention
 from polyattn.serving.attention.backend import AttentionBackend
@@ -102,17 +102,23 @@ def trained(job: Job, tokens: int, backends: list[str]) -> dict[str, dict[str, f
     return found
 
 
-def at(job: Job, tokens: int, train: list[str]) -> dict[str, Any]:
-    """All rows of a length, and their ratios."""
+def at(job: Job, tokens: int, train: list[str] | None) -> dict[str, Any]:
+    """All rows of a length, and their ratios. train: None = forward only."""
     part, heads = tokens // job.world, H // job.world
     lengths = (part,) * job.world
     shard, whole, few = job.tensors(part), job.tensors(part * job.world), job.tensors(part * job.world, heads)
     layers, step = job.layers(), polyattn.bind_part(backward=False)
+    copying = {
+        f"{name}, blocks copied": layer
+        for name, layer in job.layers(transfers="copy").items()
+        if job.sizes[name][0] > 1
+    }
     rows: Rows = {
         "one device": no_grad(polyattn.attention, *whole),
         "kernel of Ulysses": no_grad(polyattn.attention, *few),
         "step of a ring": functools.partial(step.forward, *shard),
         **{name: no_grad(layer, *shard, lengths=lengths) for name, layer in layers.items()},
+        **{name: no_grad(layer, *shard, lengths=lengths) for name, layer in copying.items()},
         "Ulysses, lengths told each time": no_grad(layers["Ulysses"], *shard),
         **transfers(job, shard),
     }
@@ -124,23 +130,30 @@ def at(job: Job, tokens: int, train: list[str]) -> dict[str, Any]:
         inside[row] = functools.partial(torchs_own, job, getattr(torch.nn.attention.SDPBackend, name))
     found = job.rows(rows, inside)
     del whole, few, shard, rows
-    both = trained(job, tokens, train)
+    both = {} if train is None else trained(job, tokens, train)
     exchange, one = found["exchange of a tensor"], found["one device"]
-    fastest = {row: min(times[row] for times in both.values()) for row in ("one device", *layers)}
+    fastest = {row: min(times[row] for times in both.values()) for row in ("one device", *layers) if both}
     return {
         "tokens": tokens,
         "forward_ms": found,
         "forward_and_backward_ms": both,
         "predicted_ms": {
-            name: cost(Shape(tokens, H, H, D), ring, ulysses).time * 1e3 for name, (ring, ulysses) in job.sizes.items()
+            f"{name}{kind}": cost(Shape(tokens, H, H, D), ring, ulysses, machine).time * 1e3
+            for name, (ring, ulysses) in job.sizes.items()
+            for kind, machine in (("", Machine()), (", blocks copied", Machine(copies=True)))
         },
         "ratios": {
             "Ulysses / (kernel + 4 exchanges), at most 1.06": found["Ulysses"]
             / (found["kernel of Ulysses"] + 4 * exchange),
             "ring / its steps, at most 1.08": found["ring"] / (job.world * found["step of a ring"]),
-            **{f"one device / {name}": one / found[name] for name in layers},
-            **{f"forward and backward, one device / {name}": fastest["one device"] / fastest[name] for name in layers},
+            **{f"one device / {name}": one / found[name] for name in (*layers, *copying)},
+            **{
+                f"forward and backward, one device / {name}": fastest["one device"] / fastest[name]
+                for name in layers
+                if both
+            },
         },
+        "transfers": {name: layer.transfers for name, layer in copying.items()},
         "served_by": polyattn.explain(polyattn.attention, *job.tensors(part * job.world, heads)).id,
         "step_served_by": polyattn.explain(step, *job.tensors(part)).id,
     }
@@ -221,7 +234,7 @@ def traced(job: Job, tokens: int, file: Path) -> dict[str, float]:
     """A trace of a ring's call; the share of its transfers during which a kernel ran."""
     from torch.profiler import ProfilerActivity, profile
 
-    ring, part = RingAttention(job.ring), tokens // job.world
+    ring, part = RingAttention(job.ring, transfers="copy"), tokens // job.world
     call = no_grad(ring, *job.tensors(part), lengths=(part,) * job.world)
     for _ in range(3):
         call()
@@ -236,11 +249,12 @@ def traced(job: Job, tokens: int, file: Path) -> dict[str, float]:
 
 
 def overlap(file: Path) -> dict[str, float]:
-    """The milliseconds of NCCL's kernels in a trace, and the share of them during which another kernel ran."""
+    """The milliseconds of transfers in a trace, NCCL's kernels and copies, and the share of them during which another
+    kernel ran."""
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    kernels = [one for one in events if one.get("cat") == "kernel"]
+    found = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy")]
     moving, others = (
-        sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels if ("nccl" in one["name"].lower()) == wanted)
+        sorted((one["ts"], one["ts"] + one["dur"]) for one in found if _moves(one) == wanted)
         for wanted in (True, False)
     )
     total = sum(end - begin for begin, end in moving)
@@ -249,6 +263,10 @@ def overlap(file: Path) -> dict[str, float]:
         start, done = max(start, done), max(stop, done)
         hidden += sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in moving)
     return {"transfers_ms": total / 1e3, "hidden_share": hidden / total if total else 0.0}
+
+
+def _moves(event: dict[str, Any]) -> bool:
+    return event["cat"] == "gpu_memcpy" or "nccl" in event["name"].lower()
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -265,8 +283,10 @@ def markdown(result: dict[str, Any]) -> str:
             cells = [_ms(one["forward_and_backward_ms"].get(backend, {}).get(row)) for one in sizes]
             lines.append(f"| forward and backward by {backend}: {row} | {' | '.join(cells)} |")
     for row in sizes[0]["ratios"]:
-        cells = [f"{one['ratios'][row]:.3f}" for one in sizes]
+        cells = [f"{one['ratios'][row]:.3f}" if row in one["ratios"] else "" for one in sizes]
         lines.append(f"| **{row}** | {' | '.join(cells)} |")
+    for name, how in sizes[0].get("transfers", {}).items():
+        lines += ["", f"{name[0].upper()}{name[1:]}: they were {how}."]
     decode = result["decode"]
     bar = next(name for name in decode if name.startswith("over the ranks"))
     for kind in ("ms", "ms in a graph"):
@@ -295,6 +315,7 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32_760, 75_600])
     parser.add_argument("--train", nargs="*", default=TRAINING, help="backends that train by name, beside the choice")
+    parser.add_argument("--train-tokens", type=int, nargs="*", help="lengths that are trained; as a rule all")
     parser.add_argument("--video", action="store_true", help="VSA under Ulysses too, for lengths of known videos")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU")
@@ -319,8 +340,9 @@ def main() -> None:
     result["decode"] = decoding(job, 1024 if given.small else 131_072)
     if given.trace:
         result["trace"] = traced(job, sizes[0], given.trace)
+    training = sizes if given.train_tokens is None else given.train_tokens
     for tokens in sizes:
-        result["sizes"].append(at(job, tokens, given.train if job.cuda else []))
+        result["sizes"].append(at(job, tokens, (given.train if job.cuda else []) if tokens in training else None))
         if given.video and tokens in VIDEO:
             result["video"].append(video(job, tokens))
         if job.rank == 0:

@@ -1,6 +1,6 @@
-"""A sheet of random shapes, drawn from a seed: what no kernel and no rule can have been fitted to.
+"""A sheet of random shapes, drawn from seeds: what no kernel and no rule can have been fitted to.
 
-    python benchmarks/random_sheet.py 2026 --out random-2026.yaml      # 6 rows of each family
+    python benchmarks/random_sheet.py 2026 --out random-2026.yaml      # 6 rows of each family, of each seed
     polyattn bench random-2026.yaml --peers benchmarks/peers --tune
 
 Sheets of models are samples, and users are not. Here are groups of 3, 5, 6, 7 and 12 query heads for a key head,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,29 +129,32 @@ _BARS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def drawn(seed: int, rows: int) -> dict[str, Any]:
-    """The sheet of a seed, with so many rows of each family; more rows are the same and further ones."""
+def drawn(seeds: Sequence[int], rows: int) -> dict[str, Any]:
+    """The sheet of seeds, with so many rows of each family and seed; more rows are the same and further ones."""
     families: dict[str, Any] = {}
     for name, (kind, draw) in FAMILIES.items():
-        chance = random.Random(f"{seed} {name}")
         found: list[dict[str, Any]] = []
-        while len(found) < rows:
-            if (row := draw(chance)) not in found:
-                found.append(row)
-        source = f"drawn from seed {seed}"
-        families[name] = {"kind": kind, "of": {"model": f"seed {seed}", "source": source}, "rows": found}
-    return {"title": f"Random shapes, seed {seed}", "families": families, "bars": _BARS}
+        for seed in seeds:
+            chance, most = random.Random(f"{seed} {name}"), len(found) + rows
+            of = {"model": f"seed {seed}", "source": f"drawn from seed {seed}"}
+            while len(found) < most:
+                row = draw(chance)
+                if not any(row.items() <= other.items() for other in found):
+                    found.append({**row, **of})
+        families[name] = {"kind": kind, "rows": found}
+    named = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    return {"title": f"Random shapes, {named}", "families": families, "bars": _BARS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--rows", type=int, default=6, metavar="N", help="rows of each family (default: 6)")
+    parser.add_argument("seeds", type=int, nargs="+", metavar="SEED")
+    parser.add_argument("--rows", type=int, default=6, metavar="N", help="rows of each family and seed (default: 6)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the sheet, a .yaml file")
     args = parser.parse_args()
     if args.rows < 1:
         parser.error(f"--rows {args.rows}: give 1 or more")
-    text = yaml.safe_dump(drawn(args.seed, args.rows), sort_keys=False, default_flow_style=None, width=120)
+    text = yaml.safe_dump(drawn(args.seeds, args.rows), sort_keys=False, default_flow_style=None, width=120)
     args.out.write_text(text, encoding="utf-8")
 
 

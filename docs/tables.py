@@ -218,7 +218,7 @@ def published(kind: str) -> str:
     """The rows of SGLang's support matrix, each cell beside what is served here; a test asks selection for every one.
 
     Args:
-        kind: B, paged caches, or C, latent ones.
+        kind: A, names by platform, B, paged caches, or C, latent ones.
     """
     file = DOCS.parent / "tests" / "selection" / "rules" / "test_matrix_b_c_d_e.py"
     spec = importlib.util.spec_from_file_location("published_rows", file)
@@ -226,7 +226,16 @@ def published(kind: str) -> str:
         sys.exit(f"{file} is not there, and has the cells of the table of published rows")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    if kind == "A":
+        said = {"y": "yes", "n": "no"}
+        for name, (aliases, published, here) in module.A.items():
+            names = ", ".join(f"`{one}`" for one in (name, *aliases))
+            pairs = zip(published, here, strict=True)
+            rows.append(
+                (names, *("-" if set(pair) == {"n"} else " / ".join(said[one] for one in pair) for pair in pairs))
+            )
+        return table(("backend", *module.A_COLUMNS), rows)
     for name, ((where, _, _), cells) in getattr(module, kind).items():
         rows.append((f"`{name}`", where, *(cell.replace(": ", " / ") for cell in cells)))
     return table(("backend", "asked on", *getattr(module, f"{kind}_COLUMNS")), rows)
@@ -241,6 +250,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fields of a row": fields_of_a_row,
     "rewrites": rewrites,
     "limits of rewrites": limits_of_rewrites,
+    "published names": lambda: published("A"),
     "published rows of paged caches": lambda: published("B"),
     "published rows of latent caches": lambda: published("C"),
 }

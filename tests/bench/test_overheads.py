@@ -223,10 +223,11 @@ def test_what_is_asked_of_http_stands_beside_what_it_gives(script):
     module = script("http_serving")
     head = {**module.report.stamp("http-serving"), "parameters": 1.2e9, "context": 4096, "backends": {"decode": "a"}}
     one = {"requests": 1, "new_tokens": 10, "engine": [[0.5, 1.0]], "http": [[0.504, 1.25]], "alike": True}
-    many = {**one, "requests": 32, "engine": [[1, 4], [1, 2]], "http": [[1, 2.5], [2, 5]], "alike": False}
+    many = {**one, "requests": 32, "engine": [[1, 4], [1, 2]], "http": [[1, 2.5], [2, 5]], "alike": None}
     text = module.markdown({**head, "rows": [one, many]})
     assert "| 1 | 10 | 10 | 8 | 0.80 |  | +4.0 ms | 5 ms | yes |" in text
-    assert "| 32 | 10 | 160 | 128 | 0.80 | 0.9 |  |  | no |" in text
+    assert "| 32 | 10 | 160 | 128 | 0.80 | 0.9 |  |  | not compared |" in text
+    assert "|  | no |" in module.markdown({**head, "rows": [{**many, "alike": False}]})
 
 
 def test_a_trace_names_phase_layer_and_backend(script, monkeypatch, tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_a_seed_is_a_sheet_that_bench_reads(tmp_path: Path, random_sheet: Module
 
 
 def test_a_seed_says_everything_and_more_rows_go_on(random_sheet: ModuleType) -> None:
-    few, many, other = random_sheet.drawn(7, 3), random_sheet.drawn(7, 8), random_sheet.drawn(8, 3)
+    few, many, other = random_sheet.drawn([7], 3), random_sheet.drawn([7], 8), random_sheet.drawn([8], 3)
     for name in random_sheet.FAMILIES:
         assert few["families"][name]["rows"] == many["families"][name]["rows"][:3]
         assert few["families"][name]["rows"] != other["families"][name]["rows"]

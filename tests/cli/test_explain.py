@@ -537,3 +537,16 @@ def test_a_machine_that_is_only_described_says_what_measurements_of_its_devices_
     for named in ("--attention-backend fa3", "--attention-backend triton"):
         assert not any("H200" in note for note in run(*words.split(), *named.split()).data["notes"])
     assert not any("H200" in note for note in run(*words.replace("sm90", "sm100").split()).data["notes"])
+
+
+def test_what_dequantising_costs_and_who_does_not(run: Run) -> None:
+    shown = run(
+        *("explain", "--assume-platform", "cuda:sm90@12.8", "--assume-installed", "flash-attn-3,triton"),
+        *("--phase", "decode", "--kv-dtype", "fp8_e4m3", "--page-size", "64", "--kv-heads", "8"),
+        *("--attention-backend", "fa3", "--strict"),
+    )
+    told = " ".join(line.strip("│ ") for line in shown.out.splitlines())
+    assert "each call moves 5 times the bytes of the pages that it names" in told
+    row = next(line for line in shown.out.splitlines() if "without it" in line)
+    assert "torch_sdpa" in row
+    assert "fa3_fp8" in told

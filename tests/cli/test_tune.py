@@ -18,6 +18,7 @@ from polyattn.cli import request_words, tune
 from polyattn.contract import AttentionRequest
 from polyattn.registry.manager import reset_manager
 from polyattn.selection.tuned_policy import tuning_place
+from polyattn.tuning.predicted import Rates
 
 from .conftest import Run
 
@@ -219,6 +220,27 @@ def test_what_was_measured_anew_replaces_a_row_of_the_future(run: Run) -> None:
     (row,) = tuning.store().rows()
     assert not row.date.startswith("2999")
     assert row.value["times"] == again["times"]
+
+
+def test_an_exported_table_keeps_the_rates_of_devices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the file had, and those that plugins ship of the device that was measured."""
+    lite, own = {"matmul": 350, "read": 3200, "units": 48}, {"matmul": 1, "read": 40, "units": 2}
+    run("tune", "--request", DENSE, "--rounds", "1")
+    (row,) = tuning.store().rows()
+    shipped = {row.place.device: Rates(**own), "another": Rates(**own)}
+    monkeypatch.setattr(tune, "shipped_rates", lambda: shipped)
+    run("tune", "--export", "table.json")
+    data = json.loads(Path("table.json").read_text())
+    assert data["rates"] == {row.place.device: own}
+    Path("table.json").write_text(json.dumps({**data, "rates": {row.place.device: lite, "Lite": lite}}))
+    run("tune", "--export", "table.json")
+    again = json.loads(Path("table.json").read_text())
+    assert again == {**data, "rates": {row.place.device: lite, "Lite": lite}}
+    assert run("tune", "--import", "table.json").code == 0
+    Path("table.json").write_text(json.dumps({**data, "rates": {"Lite": {"matmul": 0}}}))
+    said = run("tune", "--export", "table.json")
+    assert said.code == 2
+    assert "--export table.json: the rates of Lite are" in " ".join(said.err.split())
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import math
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed.fsdp
 
 import polyattn
+from polyattn.distributed import blocks as blocks_module
 from polyattn.distributed import exchange as exchange_module
 from polyattn.distributed import init_mesh
 from polyattn.distributed import ring as ring_module
@@ -141,8 +144,14 @@ def close(found: torch.Tensor, right: torch.Tensor, what: str, dtype: torch.dtyp
     )
 
 
+@functools.cache
+def mesh_of(ring: int, ulysses: int) -> Any:
+    """One for all cases: a mesh is groups of processes, and a device has room for so many."""
+    return init_mesh(ring=ring, ulysses=ulysses)
+
+
 def layer_of(setting: Setting, **options: Any) -> USPAttention:
-    mesh = options.pop("mesh", None) or init_mesh(ring=setting.ring, ulysses=setting.ulysses)
+    mesh = options.pop("mesh", None) or mesh_of(setting.ring, setting.ulysses)
     given: dict[str, Any] = {"causal": setting.causal, "return_lse": True, "order": setting.order, "kv": setting.kv}
     # On a GPU nobody else has gradients of float64.
     precise = "reference" if (setting.dtype, DEVICE.type) == (torch.float64, "cuda") else None
@@ -186,6 +195,31 @@ def run(setting: Setting, layer: Any = None, *, train: bool = True) -> None:
         close(grad, one[:, mine], f"d{name}", setting.dtype)
     for name, grad, one in zip(("tq", "tk", "tv"), grads[3:], right.grads["text"], strict=False):
         close(grad, one, f"d{name}", setting.dtype)
+
+
+def copied(setting: Setting, *, train: bool = True) -> None:
+    """The blocks of a ring are copied out of memory that ranks share."""
+    with sharing():
+        layer = layer_of(setting, transfers="copy")
+        run(setting, layer, train=train)
+        assert layer.transfers == "copied"
+
+
+@contextlib.contextmanager
+def sharing(**changes: Any) -> Iterator[Any]:
+    """Memory that the ranks share: torch's where there is one, files that they map on a CPU. changes: of its functions
+    on this rank."""
+    shared: Any = None
+    if DEVICE.type == "cpu":
+        from shared import Shared  # beside the job
+
+        shared, (rank, world) = Shared(), (torch.distributed.get_rank(), torch.distributed.get_world_size())
+        own = [rank, *(one for one in range(world) if one != rank)]
+        changes = {"library": lambda device: (shared, ""), "reach": lambda device: own} | changes
+    with pytest.MonkeyPatch.context() as patch:
+        for name, change in changes.items():
+            patch.setattr(blocks_module, name, change)
+        yield shared
 
 
 def case(world: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -244,13 +278,14 @@ for _name, _setting in SPREAD.items():
     CASES[_name] = (_setting.ranks, functools.partial(run, _setting))
     if _name.endswith(("plain", "causal", "text front", "segments", "gathered", "empty")):
         CASES[f"{_name} inference"] = (_setting.ranks, functools.partial(run, _setting, train=False))
+    if _setting.ring > 1 and not _name.endswith(("float64", "5 heads", "one row", "text share")):
+        CASES[f"{_name} copied"] = (_setting.ranks, functools.partial(copied, _setting))
 
 
 def compiled(setting: Setting) -> None:
     """One graph, forward and backward, which another layer of the same kind takes as it is."""
     torch._dynamo.reset()
-    mesh = init_mesh(ring=setting.ring, ulysses=setting.ulysses)
-    layers = [layer_of(setting, mesh=mesh) for _ in range(2)]
+    layers = [layer_of(setting) for _ in range(2)]
     run(setting, torch.compile(layers[0], backend="aot_eager", fullgraph=True))
     with torch._dynamo.config.patch(error_on_recompile=True):
         run(setting, torch.compile(layers[1], backend="aot_eager", fullgraph=True))
@@ -287,6 +322,123 @@ for _ring, _ulysses in ((2, 1), (1, 2), (2, 2)):
                 _label = f"ring {_ring} ulysses {_ulysses} {_words} {_name}"
                 CASES[_label] = (_setting.ranks, functools.partial(_run, _setting))
     CASES[f"ring {_ring} ulysses {_ulysses} autocast"] = (_base.ranks, functools.partial(autocasted, _base))
+
+
+# How blocks get to the ranks of a ring.
+
+
+def agreed(words: str, **changes: Any) -> None:
+    """Something is otherwise on the last rank: all send, say why, and get what is right."""
+    setting = Setting(ring=2, lengths=(9, 7), causal=True)
+    last = torch.distributed.get_rank() == 1
+    blocks_module.link_of(layer_of(setting)._ranks.ring, DEVICE).memory = None
+    with sharing(**(changes if last else {})):
+        layer = layer_of(setting, transfers="copy")
+        assert layer.transfers == "none: no call yet"
+        with pytest.warns(RuntimeWarning, match=re.escape(words)):
+            run(setting, layer)
+        assert layer.transfers.startswith("sent: "), layer.transfers
+        assert words in layer.transfers, layer.transfers
+        polyattn.configure(strict=True)
+        try:
+            layer = layer_of(setting, transfers="copy", return_lse=False)
+            raised(UnsupportedRequestError, words, "POLYATTN_STRICT", call=lambda: layer(*tensors()))
+        finally:
+            polyattn.configure()
+
+
+@case(2)
+def a_rank_that_cannot_share_memory() -> None:
+    if DEVICE.type != "cpu":
+        return  # a device's own library waits for all ranks
+    with sharing() as shared:
+        pass
+
+    class Full:
+        def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+        def rendezvous(self, tensor: torch.Tensor, group: Any) -> Any:
+            raise AssertionError("nobody else comes")
+
+    class Late(type(shared)):  # type: ignore[misc]
+        def rendezvous(self, tensor: torch.Tensor, group: Any) -> Any:
+            super().rendezvous(tensor, group)
+            raise RuntimeError("no socket")
+
+    none = "rank 1: torch 1.0 has no symmetric memory"
+    agreed(none, library=lambda device: (None, none.removeprefix("rank 1: ")))
+    agreed("ranks [0, 1] are in several hosts or containers", _host=lambda: "elsewhere")
+    agreed("ranks [0, 1] have devices [0, 0]", reach=lambda device: [0, 1])
+    agreed("the device of rank 1 does not see the memory of rank 0's", reach=lambda device: [1])
+    agreed("cannot be had: rank 1: OutOfMemoryError: no room", library=lambda device: (Full(), ""))
+    agreed("cannot be had: rank 1: RuntimeError: no socket", library=lambda device: (Late(), ""))
+    copied(Setting(ring=2, lengths=(9, 7)))  # and goes on
+
+
+@case(2)
+def a_layer_that_sends() -> None:
+    setting = Setting(ring=2, lengths=(9, 7))
+    with sharing():
+        layer = layer_of(setting)
+        run(setting, layer)
+        assert layer.transfers == 'sent: transfers="send"'
+        other = layer_of(setting, transfers="copy")
+        run(setting, other)
+        run(setting, layer)
+        assert other.transfers == "copied"
+        assert layer.transfers == 'sent: transfers="send"'
+        assert "transfers='copy'" in repr(other)
+        one = torch.distributed.get_rank()
+        disagreeing = layer_of(setting, transfers="copy" if one else "send")
+        raised(InvalidInputError, "disagree in layer", call=lambda: disagreeing(*tensors()))
+    assert layer_of(Setting(ulysses=2), transfers="copy").transfers == "none: there is no ring"
+    raised(InvalidInputError, "transfers='sent'", "Did you mean 'send'", call=lambda: _odd("transfers", "sent"))
+
+
+@case(2)
+def memory_that_grows() -> None:
+    small, large = Setting(ring=2, lengths=(9, 7)), Setting(ring=2, lengths=(30, 31))
+    with sharing() as shared:
+        link = blocks_module.link_of(layer_of(small)._ranks.ring, DEVICE)
+        link.memory = None
+        sizes = []
+        for setting in (small, large, small, large):
+            run(setting, layer := layer_of(setting, transfers="copy"))
+            assert layer.transfers == "copied"
+            sizes.append(link.memory.size)
+        assert sizes[0] < sizes[1] == sizes[2] == sizes[3]
+        assert shared is None or shared.made == 2
+
+
+def recorded(ring: int, kv: str) -> None:
+    """A device graph, replayed with other tensors, after the memory that it knows has been replaced by a larger one."""
+    lengths = (40, 33, 0, 21)[:ring]
+    rank = torch.distributed.get_rank()
+    mine = lengths[rank]
+    layer = layer_of(Setting(ring=ring, kv=kv), return_lse=False, transfers="copy")
+    held = tensors(mine, dtype=torch.bfloat16)
+    for _ in range(2):
+        layer(*held, lengths=lengths)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = layer(*held, lengths=lengths)
+    assert layer.transfers == "copied"
+    layer(*tensors(10 * mine, dtype=torch.bfloat16))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for one in held:
+            one.copy_(torch.randn(one.shape, device=DEVICE))
+        graph.replay()
+        torch.testing.assert_close(found, layer(*held, lengths=lengths), atol=1e-2, rtol=1e-2)
+
+
+if torch.cuda.is_available():
+    for _ring in (2, 4):
+        for _kv in ("ring", "gather"):
+            CASES[f"ring {_ring} {_kv} recorded"] = (_ring, functools.partial(recorded, _ring, _kv))
 
 
 class Projected(torch.nn.Module):
@@ -512,7 +664,7 @@ def what_a_ring_refuses() -> None:
 
 
 def _mesh(name: str) -> Any:
-    return init_mesh(**{name: torch.distributed.get_world_size()})[name]
+    return mesh_of(**{"ring": 1, "ulysses": 1, name: torch.distributed.get_world_size()})[name]
 
 
 @case(2)

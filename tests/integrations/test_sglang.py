@@ -3,14 +3,10 @@ few that the backend names, and where its package is here, the real ones are com
 
 from __future__ import annotations
 
-import ast
 import enum
-import importlib.metadata
-import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +15,8 @@ import torch
 
 import polyattn
 from polyattn.integrations import sglang as host
+
+from .sglang_source import fields, parameters, real
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 LENGTHS = (7, 10)
@@ -419,16 +417,6 @@ def test_an_older_sglang_is_warned_of_and_left_alone(monkeypatch: pytest.MonkeyP
     assert sglang["registry"] == {}
 
 
-def real(module: str) -> ast.Module:
-    """A module of the installed SGLang, read and not imported."""
-    try:
-        files = importlib.metadata.files("sglang") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("sglang is not installed: nox -s engines installs it without what needs a GPU")
-    (path,) = (Path(str(f.locate())) for f in files if str(f) == module)
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize(
     "name", ["init_forward_metadata_out_graph", "init_cuda_graph_state", "forward_decode", "forward_extend"]
 )
@@ -436,9 +424,7 @@ def test_methods_have_the_parameters_of_sglangs_own(name: str) -> None:
     from polyattn.integrations.sglang.backend import PolyattnAttnBackend
 
     tree = real("sglang/srt/layers/attention/base_attn_backend.py")
-    (base,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "AttentionBackend")
-    (method,) = (node for node in base.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    theirs = [argument.arg for argument in method.args.args]
+    theirs = parameters(tree, f"AttentionBackend.{name}")
     ours = [
         p.name
         for p in inspect.signature(getattr(PolyattnAttnBackend, name)).parameters.values()
@@ -456,7 +442,4 @@ def test_methods_have_the_parameters_of_sglangs_own(name: str) -> None:
     ],
 )
 def test_what_is_read_of_sglangs_objects_is_there(module: str, name: str, members: tuple[str, ...]) -> None:
-    (kind,) = (n for n in real(f"sglang/srt/{module}").body if isinstance(n, ast.ClassDef) and n.name == name)
-    there = {n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-    there |= {n.name for n in kind.body if isinstance(n, ast.FunctionDef)}
-    assert set(members) <= there
+    assert set(members) <= fields(real(f"sglang/srt/{module}"), name)

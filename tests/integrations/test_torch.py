@@ -115,7 +115,8 @@ def test_torchs_own_samples_of_sdpa(device: Any, where: str, dtype: torch.dtype,
         for ours, theirs, real in zip(got, want, right, strict=True):
             allowed = 2 * (theirs.double() - real).norm() + 4 * torch.finfo(dtype).eps * real.norm()
             assert (ours.double() - real).norm() <= allowed
-    assert served > len(samples) // 4
+    # On a GPU torch sends calls with a mask, and half of those without one, to other kernels before it asks the slot.
+    assert served > (len(samples) // 4 if where == "cpu" else 3)
 
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32])

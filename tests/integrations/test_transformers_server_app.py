@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import urllib.error
 import urllib.request
@@ -162,3 +163,22 @@ def test_parts_of_text_and_calls_of_tools_reach_the_template(folder: Path) -> No
         said = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6).choices[0].message.content
         plain = client.completions.create(model="tiny", prompt="w1 w2 w3 w5 w4", max_tokens=6).choices[0].text
         assert said == plain
+
+
+@pytest.mark.parametrize("text", ["word", 'said "so"\n\u00e9\u2028\x00 </s>'], ids=["plain", "escaped"])
+def test_events_that_carry_text_are_those_of_transformers(text: str) -> None:
+    from polyattn.integrations.transformers.server import app
+
+    for handler, given, word in (
+        (app._Chat, {"request_id": 'r"1', "model": "m"}, "content"),
+        (app._Completions, {"request_id": 'r"1', "model_id": "m"}, "text"),
+    ):
+        for what in ({word: text}, {word: text, "finish_reason": "stop"}, {"finish_reason": "length"}):
+            found, want = (
+                build(object.__new__(handler), **given, **what)
+                for build in (handler._build_chunk_sse, handler.__mro__[2]._build_chunk_sse)
+            )
+            assert found.endswith("\n\n")
+            mine, theirs = (json.loads(event.removeprefix("data: ")) for event in (found, want))
+            assert mine.pop("created") <= theirs.pop("created")
+            assert mine == theirs

@@ -308,3 +308,20 @@ def test_the_command_line_chooses_names_that_vllms_configuration_knows() -> None
 
     kinds = AttentionConfig(backend_per_kind=dict(_KINDS)).backend_per_kind
     assert {kind: member.name for kind, member in kinds.items()} == _KINDS
+
+
+def test_its_command_has_every_flag_that_polyattn_serve_translates() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from polyattn.cli.engines import _INSTALLED, command_of
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    known = {flag for action in parser._actions for flag in action.option_strings} | {"--host", "--port"}
+    asked = {flag.replace("--no-", "--") for flag in _INSTALLED["vllm"].flags.values() if flag}
+    assert asked <= known, asked - known
+    own = {"page_size": 64, "disable_radix_cache": True}
+    words, _ = command_of("vllm", "m", own, {"kv_cache_dtype": "bf16"}, [])
+    told = parser.parse_args(words[words.index("serve") + 2 :])
+    assert (told.block_size, told.kv_cache_dtype, told.enable_prefix_caching) == (64, "bfloat16", False)
+    assert "POLYATTN_MLA" in str(told.attention_config)

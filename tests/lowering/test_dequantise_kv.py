@@ -104,9 +104,19 @@ def test_a_copy_that_its_kernel_was_not_chosen_for_is_refused(monkeypatch):
 def test_it_says_what_it_does():
     request = cached(kv_dtype="fp8_e4m3", kv_scales="head", dtype="bfloat16", save_kv_cache=True)
     (rewrite,) = offers("dequantise_kv", request)
-    assert rewrite.detail == "cache fp8_e4m3 with scales by head -> bfloat16"
+    told = "each call moves 5 times the bytes of the pages that it names"
+    assert rewrite.detail == f"cache fp8_e4m3 with scales by head -> bfloat16; {told}"
     plain = {"kv_dtype": "auto", "kv_scales": "", "save_kv_cache": None}
     assert rewrite.inner == (dataclasses.replace(request, **plain).normalised(),)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_scales", "dtype", "times"),
+    [("fp4_e2m1", "block16", "bfloat16", "8.1"), ("fp8_e5m2", "", "float32", "9"), ("bfloat16", "", "float32", "5")],
+)
+def test_it_says_what_a_call_moves(kv_dtype, kv_scales, dtype, times):
+    (rewrite,) = offers("dequantise_kv", cached(kv_dtype=kv_dtype, kv_scales=kv_scales, dtype=dtype))
+    assert f"each call moves {times} times the bytes" in rewrite.detail
 
 
 def test_what_it_does_not_offer():

@@ -11,6 +11,7 @@ import torch
 
 from polyattn.errors import BackendUnavailableError, InvalidInputError
 from polyattn.integrations.transformers.serving import CausalLMRunner
+from polyattn.semantics.linear_conv import causal_conv
 from polyattn.serving.engine import Engine, EngineConfig, SamplingParams, Speculative
 from polyattn.serving.graphs.graphs import FakeGraph
 from polyattn.serving.kv_cache.pool import KVCacheConfig
@@ -114,6 +115,45 @@ def test_who_serves_is_said_for_each_phase() -> None:
     agree("qwen3_next", PROMPTS[1:2], engine("qwen3_next", linear=choice).generate(PROMPTS[1:2], GREEDY))
     with pytest.raises(BackendUnavailableError, match="torch_nativ"):
         engine("qwen3_next", linear=LinearChoice(decode="torch_nativ")).generate(PROMPTS[1:2], GREEDY)
+
+
+class Ops:
+    """A package whose kernel is the definition, over the tails of a pool as the contract says."""
+
+    name = "acme"
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    def causal_conv(
+        self, x: Any, weight: Any, bias: Any, tails: Any, slots: Any, *, cu_seqlens: Any, parents: Any, drafted: Any
+    ) -> Any:
+        every = drafted is not None
+        self.calls.append(every)
+        given = torch.where((slots < 0)[:, None, None], 0.0, tails[slots])
+        out, last = causal_conv(x, weight, bias, given, cu_seqlens=cu_seqlens, every_state=every, parents=parents)
+        kept = slots >= 0
+        if every:
+            drafted[slots[kept], : x.shape[1]] = last[kept]
+        else:
+            tails[slots[kept]] = last[kept]
+        return out
+
+
+@pytest.mark.parametrize("spec", [None, {"steps": 3}, {"steps": 2, "topk": 3, "draft_tokens": 8}])
+def test_convolutions_of_a_package_serve_where_they_are_asked_for(
+    spec: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = Ops()
+    monkeypatch.setattr("polyattn.serving.recurrent.device_ops", lambda device_type: ops)
+    agree("qwen3_5", PROMPTS, engine("qwen3_5", max_batch_tokens=13).generate(PROMPTS, GREEDY))
+    assert not ops.calls
+    drafts = None if spec is None else Speculative(CausalLMRunner(llama()), **spec)
+    made = engine("qwen3_5", max_batch_tokens=48, speculative=drafts, linear=LinearChoice(conv="acme"))
+    agree("qwen3_5", PROMPTS, made.generate(PROMPTS, GREEDY))
+    assert set(ops.calls) == ({False} if spec is None else {False, True})
+    with pytest.raises(BackendUnavailableError, match=r"conv='acne'.*on cpu.*polyattn, acme"):
+        engine("qwen3_5", linear=LinearChoice(conv="acne"))
 
 
 def test_layers_are_asked_in_a_planned_step_only() -> None:

@@ -22,6 +22,7 @@ ENVVARS: dict[str, str] = {
     "POLYATTN_ATTENTION_BACKEND": "backend for every call that names none",
     "POLYATTN_COMPONENT_ATTENTION_BACKENDS": "component=backend pairs, comma separated; also component.role=backend",
     "POLYATTN_ATTENTION_BACKEND_CONFIG": "options of the backends, in any form of --attention-backend-config",
+    "POLYATTN_SGLANG_DIFFUSION": "1: the attention backends that SGLang's image and video models name are polyattn's",
     "POLYATTN_RULES": "who chooses where nothing was measured: model (default), the cost model before the platform "
     "rules; seed, the platform rules alone",
     "POLYATTN_TUNING": "use (default): choices measured on this device are used; off: those measurements are not read; "

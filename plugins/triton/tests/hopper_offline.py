@@ -147,6 +147,20 @@ def latent(page_size: int, causal: bool) -> dict[str, Any]:
     signature = {"query": "*bf16", "cache": "*bf16", "out": "*bf16", "scale": "fp32"} | dict.fromkeys(numbers, "*i32")
     signature |= dict.fromkeys(("lse", "piece_out", "piece_lse"), "*fp32")
     constants = {"HEADS": 128, "ROW": 576, "PAGE": page_size, "CAUSAL": causal, "REGISTERS": hopper.REGISTERS}
+    constants |= dict.fromkeys(("listed", "sequence_of"))
+    return compiled(attend, signature, constants, aligned=("query", "cache", "query_token", "query_head", "cache_page"))
+
+
+def listed_latent(page_size: int, wide: bool) -> dict[str, Any]:
+    """As `hopper.latent.attend_listed` launches it, for bfloat16 and 128 heads; wide: pieces, in float32."""
+    from polyattn_triton.hopper import latent as hopper
+    from polyattn_triton.hopper.latent_kernel import attend
+
+    numbers = ("page_table", "listed", "sequence_of")
+    signature = {"query": "*bf16", "cache": "*bf16", "scale": "fp32", "lse": "*fp32"} | dict.fromkeys(numbers, "*i32")
+    signature["out"] = "*fp32" if wide else "*bf16"
+    constants = {"HEADS": 128, "ROW": 576, "PAGE": page_size, "CAUSAL": False, "REGISTERS": hopper.LISTED_REGISTERS}
+    constants |= dict.fromkeys(("seq_lens", "cu_seqlens_q", "shares", "piece_out", "piece_lse"))
     return compiled(attend, signature, constants, aligned=("query", "cache", "query_token", "query_head", "cache_page"))
 
 
@@ -177,4 +191,5 @@ def overlaps(ptx: str) -> bool:
 
 if __name__ == "__main__":
     name, *given = json.loads(sys.argv[1])
-    print(json.dumps({"dense": dense, "extend": extend, "latent": latent, "listed": listed}[name](*given)))
+    kernels = {"dense": dense, "extend": extend, "latent": latent, "listed": listed, "listed_latent": listed_latent}
+    print(json.dumps(kernels[name](*given)))

@@ -39,8 +39,9 @@ SHARED_MEMORY = {
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
     (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged), gdn and
-    kda (chunks forward and backward; H_q heads of values) or latent, whose dims are (D_c, D_r) and whose rows are of
-    656 bytes with kv_dtype fp8_e4m3.
+    kda (chunks forward and backward; H_q heads of values; their steps and convolutions too), latent, whose dims are
+    (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3, or dsa (scores of an indexer, lists, and latent
+    attention to lists).
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -231,6 +232,7 @@ def _paged(problem: Problem) -> None:
 def _write_and_merge(problem: Problem) -> None:
     """New rows are written to the cache; partial results are merged."""
     from polyattn_triton.kernels.merge import merge
+    from polyattn_triton.kernels.merge_parts import merge_parts
     from polyattn_triton.kernels.write import write_kv
 
     H_kv, T, dtype = problem.heads[1], 2 * problem.queries, getattr(torch, problem.dtype)
@@ -244,6 +246,8 @@ def _write_and_merge(problem: Problem) -> None:
     )  # fmt: skip
     outs, lses = torch.empty(2, T, problem.heads[0], problem.dims[1]), torch.empty(2, T, problem.heads[0])
     merge(outs, lses, out=outs[0].to(dtype), lse=lses[0])
+    for parts in ([outs[0].to(dtype)] * 4, [outs[0], outs[1].to(dtype)]):
+        merge_parts(parts, [lses[0]] * len(parts), out=outs[0], lse=lses[0])
 
 
 def _latent(problem: Problem) -> None:
@@ -269,6 +273,31 @@ def _latent(problem: Problem) -> None:
         out=torch.empty(T, heads, d_c, dtype=dtype), lse=torch.empty(T, heads), launch=launch, shares=shares,
         pieces=(torch.empty(rows, d_c), torch.empty(rows)),
     )  # fmt: skip
+
+
+def _dsa(problem: Problem) -> None:
+    from polyattn_triton.kernels import index, listed, top
+
+    heads, T, (d_c, d_r), dtype = problem.heads[0], 2 * problem.queries, problem.dims, getattr(torch, problem.dtype)
+    pages, fp8 = 2 * -(-300 // problem.page_size), problem.kv_dtype == "fp8_e4m3"
+    tables = _tables(problem)["tables"]
+    keys = (
+        torch.zeros(pages, problem.page_size, 132, dtype=torch.uint8)
+        if fp8
+        else _tensor(problem, pages, problem.page_size, 128)
+    )
+    index.index_scores(_tensor(problem, T, 64, 128), torch.empty(T, 64), keys, *tables[:4])
+    lists = top.top_tokens(torch.zeros(T, 2 * top.SPAN), torch.full((T,), 300), 128)
+    cache = (
+        torch.zeros(pages, problem.page_size, 656, dtype=torch.uint8)
+        if fp8
+        else _tensor(problem, pages, problem.page_size, d_c + d_r)
+    )
+    for parts in (1, 2):
+        listed.attend(
+            _tensor(problem, T, heads, d_c + d_r), cache, lists, tables=tables, scale=0.1, parts=parts,
+            out=torch.empty(T, heads, d_c, dtype=dtype), lse=torch.empty(T, heads),
+        )  # fmt: skip
 
 
 def _dense(problem: Problem) -> None:
@@ -333,7 +362,7 @@ def _chosen(problem: Problem) -> None:
 
 
 def _linear(problem: Problem) -> None:
-    from polyattn_triton.kernels import delta_chunks, delta_gradients
+    from polyattn_triton.kernels import delta_chunks, delta_gradients, linear_recurrent
 
     (H_v, H), (D, D_v), T = problem.heads, problem.dims, problem.queries
     query, key = (_tensor(problem, 2, T, H, D) for _ in range(2))
@@ -345,6 +374,23 @@ def _linear(problem: Problem) -> None:
         query, key, value, state, made, out=torch.empty_like(value), last=torch.empty_like(state), **given
     )
     delta_gradients.gradients(value, state, query, key, value, gate, beta, state, made, **given)
+    out, last = torch.empty_like(value), torch.empty_like(state)
+    linear_recurrent.recurrent(query, key, value, gate, beta, state, out=out, last=last, **given)
+    _conv(problem, T)
+
+
+def _conv(problem: Problem, T: int) -> None:
+    """Of prompts, packed ones, steps and drafts."""
+    from polyattn_triton.kernels.short_conv import causal_conv
+
+    weight, slots = _tensor(problem, 300, 4), torch.arange(2)
+    tails, drafted = _tensor(problem, 2, 300, 3), _tensor(problem, 2, 5, 300, 3)
+    parents = torch.zeros(2, 5, dtype=torch.int64)
+    for tokens in (T, 1):
+        causal_conv(_tensor(problem, 2, tokens, 300), weight, None, tails, slots)
+    causal_conv(_tensor(problem, 1, T, 300), weight, weight[:, 0], tails, slots, cu_seqlens=torch.tensor([0, 9, T]))
+    for tree in (None, parents):
+        causal_conv(_tensor(problem, 2, 5, 300), weight, None, tails, slots, parents=tree, drafted=drafted)
 
 
 @functools.cache
@@ -430,7 +476,7 @@ def _no_further() -> None:
 
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
-_CALLS |= {"gdn": _linear, "kda": _linear, "write": _write_and_merge}
+_CALLS |= {"gdn": _linear, "kda": _linear, "write": _write_and_merge, "dsa": _dsa}
 
 
 def call(problem: Problem) -> None:

@@ -28,6 +28,7 @@ from polyattn.contract import PagedTables
 from polyattn_triton.hopper import block_sparse, extend, forward
 from polyattn_triton.kernels.block_sparse import Lists
 from polyattn_triton.kernels.merge import merge
+from polyattn_triton.kernels.merge_parts import merge_parts
 from polyattn_triton.kernels.tiles import Spec
 from polyattn_triton.kernels.write import write_kv, write_latent
 
@@ -73,6 +74,8 @@ def _written() -> None:
 
 def _merged() -> None:
     merge(torch.randn(3, 7, 5, 72), torch.randn(3, 7, 5), out=_rows(7, 5, 72), lse=torch.empty(7, 5))
+    parts = [torch.randn(7, 5, 72) for _ in range(3)]
+    merge_parts(parts, [torch.randn(5, 7).T] * 3, out=_rows(7, 5, 72), lse=torch.empty(7, 5))
 
 
 def _hopper_forward(width: int) -> None:

@@ -29,17 +29,19 @@ def test_pools_on_gpus_are_written_by_them():
     assert ops.name == "polyattn-triton"
 
 
-@pytest.mark.parametrize("kv_dtype, scales", [("auto", ""), ("fp8_e4m3", ""), ("fp4_e2m1", ""), ("int8", "token")])
+@pytest.mark.parametrize(
+    "kv_dtype, scales", [("auto", ""), ("fp8_e4m3", ""), ("fp8_e5m2", ""), ("fp4_e2m1", ""), ("int8", "token")]
+)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_the_same_bits(kv_dtype, scales, layout, monkeypatch):
-    # Latent rows have a format in FP8 only.
-    layers = LAYERS if kv_dtype in ("auto", "fp8_e4m3") else LAYERS[:1]
+    layers = LAYERS[:1] if kv_dtype == "int8" else LAYERS  # of which latent rows have no format
     config = KVCacheConfig(kv_dtype, 4, layout, scales)
     pools = []
     for found in (None, device_ops("cuda")):
         monkeypatch.setattr("polyattn.serving.kv_cache.pool.device_ops", lambda device_type, found=found: found)
         pools.append(KVPool(layers, config, 8, dtype=torch.bfloat16, device=DEVICE))
-    assert [pool.writer(0) for pool in pools] == ["polyattn", "polyattn-triton"]
+    for layer in layers:
+        assert [pool.writer(layer.layer_id) for pool in pools] == ["polyattn", "polyattn-triton"]
     slots = torch.tensor([9, 30, 4, 11, 12], device=DEVICE)
     given = {
         0: (torch.randn(2, 5, 32).to(DEVICE).bfloat16().transpose(0, 1), torch.randn(5, 2, 16).to(DEVICE).bfloat16())

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from polyattn.contract import PagedTables
-from polyattn.semantics.reference import attention
+from polyattn.semantics.reference import attention, mla_attention
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.hopper import latent as hopper
-from polyattn_triton.kernels import latent
+from polyattn_triton.kernels import latent, listed
 
 from .hopper_offline import elsewhere
 
@@ -92,6 +92,45 @@ def test_emulated(emulated: list[Any], name: str) -> None:
         torch.testing.assert_close(lse[here].double(), wanted_lse[0], rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("heads", "topk", "page_size", "parts"), [(64, 300, 64, 2), (16, 65, 16, 1), (80, 130, 64, 3), (64, 256, 64, 1)]
+)
+def test_lists_emulated(monkeypatch: pytest.MonkeyPatch, heads: int, topk: int, page_size: int, parts: int) -> None:
+    from polyattn_triton.hopper import latent_kernel
+
+    from .gluon_emulator import Machine
+
+    machine = Machine(latent_kernel.attend)
+    monkeypatch.setattr(latent_kernel, "attend", machine)
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "listed_parts", lambda *_: parts)
+    monkeypatch.setattr(hopper.runtime, "processors", lambda device: 3)
+    torch.manual_seed(topk)
+    lens, new = (400, 90, 0), (2, 1, 1)
+    columns = -(-max(lens) // page_size)
+    table = torch.randperm(3 * columns).to(torch.int32).view(3, columns)
+    cache = torch.randn(3 * columns, page_size, 576).bfloat16()
+    cache[table[2].long()] = float("nan")
+    query = torch.randn(4, heads, 576).bfloat16()
+    lists = torch.full((4, topk), -1, dtype=torch.int32)
+    for n, seen in enumerate((399, 400, 90, 0)):
+        some = torch.randperm(seen)[:topk]
+        lists[n, torch.randperm(topk)[: len(some)]] = some.int()
+    starts, seq_lens = torch.tensor([0, *new]).cumsum(0, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
+    wanted, wanted_lse = mla_attention(
+        query.double(), cache.double(), page_table=table, seq_lens=seq_lens, cu_seqlens_q=starts, scale=SCALE,
+        v_head_dim=512, token_indices=lists, return_lse=True,
+    )  # fmt: skip
+    out = torch.full((4, heads, 512), float("nan"), dtype=torch.bfloat16)
+    lse = torch.full((4, heads), float("nan"))
+    tables = PagedTables(table, seq_lens, starts, 2, max(lens))
+    monkeypatch.setattr(listed, "_attend", None)  # the portable kernel is not asked
+    listed.attend(query, cache, lists, tables=tables, scale=SCALE, out=out, lse=lse, parts=1)
+    assert float((out - wanted).norm()) <= RELATIVE_L2[out.dtype] * float(wanted.norm())
+    assert not out[3].any()
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=0, atol=1e-3)
+
+
 def test_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     query, cache = torch.zeros(3, 16, 576, dtype=torch.bfloat16), torch.zeros(5, 64, 576, dtype=torch.bfloat16)
     out = torch.zeros(3, 16, 512, dtype=torch.bfloat16)
@@ -121,4 +160,12 @@ def test_compiles_for_hopper(page_size: int) -> None:
     assert found["warps"] == 12
     assert found["stack"] is None or found["stack"] <= 64
     assert found["registers"] is None or found["registers"] * found["warps"] * 32 <= 65536
+    assert "cp.async.cg.shared.global" in found["ptx"]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_lists_compile_for_hopper(wide: bool) -> None:
+    found = elsewhere("listed_latent", 64, wide)
+    assert found["warps"] == 12
+    assert found["stack"] is None or found["stack"] <= 64
     assert "cp.async.cg.shared.global" in found["ptx"]

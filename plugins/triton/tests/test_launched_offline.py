@@ -26,6 +26,8 @@ EVERYWHERE = (
     Problem("extend", (64, 24), queries=64, kv_dtype="fp8_e4m3"),
     Problem("decode", (16, 64), kv_dtype="fp4_e2m1", kv_scales="block16", fresh=True),
     Problem("latent", (512, 64), heads=(16, 1)),
+    Problem("dsa", (512, 64), heads=(128, 1), page_size=64),
+    Problem("dsa", (512, 64), heads=(16, 1), queries=3, kv_dtype="fp8_e4m3", page_size=64),
     Problem("chosen", (128, 128)),
     Problem("gdn", (128, 128), heads=(4, 2), queries=300),
     Problem("kda", (128, 128), heads=(4, 2), queries=300),

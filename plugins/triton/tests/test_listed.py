@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn.contract import PagedTables
+from polyattn.contract import PagedTables, UnsupportedRequestError
 from polyattn.semantics import reference
 from polyattn.semantics.kv_quant import mla_pack_fp8
 from polyattn_triton.kernels import listed
+from polyattn_triton.kernels.room import TOO_LARGE
 
 PAGE, LENS, NEW = 16, (70, 5, 0), (3, 1, 1)
 
@@ -46,6 +47,33 @@ def test_listed_tokens(heads: int, width: int, d_c: int, fp8: bool, dtype: torch
     limit = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), wanted, rtol=limit, atol=limit)
     torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=limit, atol=limit)
+
+
+def test_what_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+
+    class Small:
+        def __getitem__(self, grid: object) -> object:
+            def launch(*args: object, M: int, N: int, STAGES: int, num_warps: int, **given: object) -> None:
+                launched.append(M * N * STAGES)
+                if launched[-1] > room:
+                    raise TOO_LARGE[0](launched[-1], room, "shared memory")
+
+            return launch
+
+    monkeypatch.setattr(listed, "_attend", Small())
+    monkeypatch.setattr(listed, "_SMALLER", {})
+    table, starts = torch.zeros(2, 1, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    tables = PagedTables(table, torch.ones(2, dtype=torch.int32), starts, 1, 1)
+    given = (torch.zeros(2, 64, 32), torch.zeros(1, PAGE, 32), torch.zeros(2, 4, dtype=torch.int32))
+    asked = {"tables": tables, "scale": 1.0, "out": torch.empty(2, 64, 24), "lse": None, "parts": 1}
+    room = 32 * 32
+    for _ in range(2):
+        listed.attend(*given, **asked)
+    assert launched == [64 * 32 * 2, 64 * 32, 32 * 32, 32 * 32], "what fitted is kept"
+    room = 0
+    with pytest.raises(UnsupportedRequestError, match="float32"):
+        listed.attend(*given, **asked)
 
 
 def test_parts_fill_a_chip() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from polyattn.contract import AttentionRequest, PagedTables
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.semantics.kv_quant import fp4_scales, stored
+from polyattn.semantics.kv_quant import LATENT_FORMATS, fp4_scales, stored
 from polyattn.semantics.paged_kv import Pool, Tokens
 from polyattn.serving.kv_cache.pool import KVPool
 from polyattn.serving.kv_cache.storage import KVCacheConfig
@@ -179,14 +179,17 @@ def test_as_a_pool_writes_with_scales_made_on_the_way(layout, kv_dtype, scales, 
         same(getattr(ours, name), getattr(theirs, name))
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+LATENT = [("auto", ""), *((one.kv_dtype, one.kv_scales or "tensor") for one in LATENT_FORMATS)]
+"""Of a cache of latent rows, and how its configuration is said."""
+
+
+@pytest.mark.parametrize(("kv_dtype", "scales"), LATENT)
 @pytest.mark.parametrize("by", ["tables", "slots"])
-def test_latent_rows(kv_dtype, by):
+def test_latent_rows(kv_dtype, scales, by):
     call, D = Call(4), 576
     layer = AttentionLayer(0, 16, 1, D, v_head_dim=512, scale=1.0, latent=True)
-    pools = [
-        KVPool([layer], KVCacheConfig(kv_dtype, 4), call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
-    ]
+    config = KVCacheConfig(kv_dtype, 4, scales=scales)
+    pools = [KVPool([layer], config, call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     new = rows(call.T, 1, D).squeeze(1)
     new[0, :128] = 0
     slots = call.slots()
@@ -275,13 +278,12 @@ def test_rotated_keys_and_queries(interleaved, R, kv_dtype, scales):
     same(out, rotated(query, tokens.position, cos, sin, interleaved))
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
-def test_rotated_latent_rows_at_positions_of_their_own(kv_dtype):
+@pytest.mark.parametrize(("kv_dtype", "scales"), LATENT)
+def test_rotated_latent_rows_at_positions_of_their_own(kv_dtype, scales):
     call, D = Call(4), 576
     layer = AttentionLayer(0, 16, 1, D, v_head_dim=512, scale=1.0, latent=True)
-    pools = [
-        KVPool([layer], KVCacheConfig(kv_dtype, 4), call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
-    ]
+    config = KVCacheConfig(kv_dtype, 4, scales=scales)
+    pools = [KVPool([layer], config, call.pages, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     new, slots, (cos, sin) = rows(call.T, 1, D).squeeze(1), call.slots(), table(64, 64)
     positions = torch.arange(call.T, device=DEVICE) * 3
     turned = rotated(new.unsqueeze(1), positions, cos, sin, True, 512).squeeze(1)
@@ -332,8 +334,14 @@ def test_what_does_not_fit_is_refused(given, error, message):
 @pytest.mark.parametrize(
     "D, dtype, given, error, message",
     [
-        (320, torch.float32, {}, InvalidInputError, "FP8 rows hold 576 numbers in 656 bytes; got 320 for 656"),
-        (576, torch.float64, {}, UnsupportedRequestError, "rows in float64 are not stored in FP8"),
+        (
+            320,
+            torch.float32,
+            {},
+            InvalidInputError,
+            "FP8 rows hold 576 numbers in 656 bytes, FP4 rows a multiple of 16 .* got 320 for 656",
+        ),
+        (576, torch.float64, {}, UnsupportedRequestError, "rows in float64 are not stored as fp8_e4m3"),
         (
             576,
             torch.float32,

@@ -2,7 +2,8 @@
 
 Each cell reads "published: here". Published: yes, no, or what its page says. Here: `native` (the kernel does it),
 `lowered` (an exact rewrite does it, named in the selection), or `refused` (with a reason). A published yes is never
-refused; a published no may be exceeded. docs/hosts.md shows the cells of B and C (docs/tables.py).
+refused; a published no may be exceeded. A is of names: where each is published, and where it is one here that can be
+served. docs/hosts.md shows the cells of A, B and C (docs/tables.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,46 @@ from polyattn import what_if
 from polyattn.contract import AttentionRequest, Provider, Row
 from polyattn.errors import PolyattnError
 from polyattn.registry.manager import get_manager
+
+A_COLUMNS = ("cuda", "rocm", "xpu", "musa", "mps", "npu", "cpu")
+# name: (its other names, where it is published, where it is here), y or n in the order of the columns.
+A: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "torch_sdpa": ((), "yyyyyyy", "yyyyyyy"),
+    "torch_native": ((), "yyyyyyy", "yyyyyyy"),
+    "flex_attention": ((), "ynnnnnn", "yyyynyy"),
+    "fa": ((), "yyyynyn", "yyyynyn"),
+    "fa2": ((), "ynnnnnn", "ynnnnnn"),
+    "fa3": ((), "ynnnnnn", "ynnynnn"),
+    "fa4": ((), "ynnnnnn", "ynnnnnn"),
+    "flashinfer": ((), "ynnnnnn", "ynnnnnn"),
+    "flashinfer_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "triton": ((), "yynnnyy", "yyyynyy"),
+    "trtllm_mha": ((), "ynnnnnn", "ynnnnnn"),
+    "trtllm_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "cutedsl_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "tokenspeed_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "cutlass_mla": ((), "ynnnnnn", "ynnnnnn"),
+    "flashmla": ((), "ynnnnnn", "ynnnnnn"),
+    "hpc_ops": ((), "ynnnnnn", "ynnnnnn"),
+    "dual_chunk_flash_attn": ((), "ynnnnnn", "yyyynyy"),
+    "dsa": (("nsa",), "ynnnnnn", "yyyynyy"),
+    "aiter": ((), "nynnnnn", "nynnnnn"),
+    "aiter_sage": ((), "nynnnnn", "nynnnnn"),
+    "wave": ((), "nynnnnn", "nynnnnn"),
+    "ascend": ((), "nnnnnyn", "nnnnnyn"),
+    "intel_xpu": ((), "nnynnnn", "nnynnnn"),
+    "intel_amx": ((), "nnnnnny", "nnnnnny"),
+    "sage_attn": ((), "ynnynnn", "ynnynnn"),
+    "sage_attn_3": ((), "ynnnnnn", "ynnnnnn"),
+    "sliding_tile_attn": ((), "ynnnnnn", "yyyynyy"),
+    "video_sparse_attn": ((), "ynnnnnn", "yyyynyy"),
+    "vmoba_attn": ((), "ynnnnnn", "yyyynyy"),
+    "sla_attn": ((), "ynnnnnn", "yyyynyy"),
+    "sage_sla_attn": ((), "ynnnnnn", "yyyynyy"),
+    "sparse_video_gen_2_attn": ((), "ynnnnnn", "yyyynyy"),
+    "cutedsl": ((), "ynnnnnn", "ynnnnnn"),
+    "fla": ((), "ynnnnnn", "ynnnnnn"),
+}
 
 MHA: dict[str, Any] = {
     "family": "paged",
@@ -335,6 +376,17 @@ def e_cells() -> list[Any]:
     return cells
 
 
+@pytest.mark.parametrize("name", A)
+def test_a_names(name: str) -> None:
+    aliases, published, here = A[name]
+    for platform, before, now in zip(A_COLUMNS, published, here, strict=True):
+        info = get_manager().backends.get((name, platform))
+        built = info is not None and not info.planned
+        assert built == (now == "y"), f"{name} on {platform}"
+        assert built or before == "n", f"{name} is published on {platform}"
+        assert info is None or set(aliases) <= {alias.name for alias in info.aliases}
+
+
 @pytest.mark.parametrize(("cell", "name", "platform", "installed", "changes"), b_cells())
 def test_b_serving_mha(cell: str, name: str, platform: str, installed: str, changes: dict[str, Any]) -> None:
     check(cell, name, platform, installed, changes)
@@ -365,6 +417,34 @@ def test_cutlass_decodes_one_query_without_flashinfer() -> None:
     found, words = served("cutlass_mla", "cuda:sm100", "sgl-kernel", {**MLA, "page_size": 128})
     assert found == "refused"
     assert "decode" in words
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
+def test_aiter_says_why_it_has_no_trees_on_rdna(arch: str) -> None:
+    """The published row is of AITER on MI chips, whose kernel returns an LSE; RDNA chips run another one."""
+    found, words = served("aiter", f"rocm:{arch}", "amd-aiter", {**MHA, **TREE, "page_size": 16})
+    assert found == "refused"
+    assert "spec_topk=4 is not 0 to 1" in words
+    assert (
+        "no trees of drafts on RDNA chips: the kernel there returns no LSE"
+        in get_manager().backends["aiter", "rocm"].note
+    )
+
+
+def test_trtllm_mha_alone_says_that_it_verifies_no_trees() -> None:
+    """Published: topk has to be 1 in either phase."""
+    for tree in (False, True):
+        changes = {**MHA, **TREE, "tree": tree, "page_size": 32}
+        found, words = served("trtllm_mha", "cuda:sm100", "flashinfer", changes)
+        assert found == "refused"
+        assert "neither extends nor decodes with 4" in words
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_fa4_serves_both_phases_over_an_fp4_cache(phase: str) -> None:
+    """Published: its prefill does, beside another backend's decode."""
+    changes = {**MHA, **BLOCKS["FP4 KV"], "page_size": 128, **(DECODE if phase == "decode" else {})}
+    assert served("fa4", "cuda:sm100", "flash-attn-4", changes) == ("lowered", "dequantise_kv")
 
 
 def test_cutedsl_is_decode_only() -> None:

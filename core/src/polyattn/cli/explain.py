@@ -218,7 +218,8 @@ def _print(selection: Selection, verbose: bool) -> None:
         pairs.append(("planned", Text("its adapter is not part of this version: judged as if it were", style="later")))
     pairs += [("note", note) for note in selection.notes]
     if selection.others:
-        pairs.append(("could serve too", ", ".join(selection.others)))
+        # None of them needs a rewriting: what that moves, as the steps say, they do not.
+        pairs.append(("without it" if selection.lowerings else "could serve too", ", ".join(selection.others)))
     pairs += [(f"{name} could, via", Text("\n".join(steps))) for name, steps in selection.rewritable.items()]
     console.print(panel(head, facts(pairs)))
     if selection.rejected:

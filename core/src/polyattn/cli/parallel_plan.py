@@ -33,6 +33,7 @@ def parallel_plan(
     within: Annotated[float, typer.Option(min=1e-3, help="GB/s that a device sends within its host.")] = _RATES.within,
     between: Annotated[float, typer.Option(min=1e-3, help="GB/s that a device sends between hosts.")] = _RATES.between,
     memory: Annotated[float, typer.Option(min=1e-3, help="GB/s of a device's own memory.")] = _RATES.memory,
+    copies: Annotated[bool, typer.Option("--copies", help='Blocks of a ring are copied: transfers="copy".')] = False,
     as_json: Json = False,
 ) -> None:
     """Predict what layers over several devices cost each rank, and say which mesh to take.
@@ -46,7 +47,7 @@ def parallel_plan(
             f"--heads {heads} is no multiple of --kv-heads {keys}: each key head serves as many query heads"
         )
     shape = Shape(tokens, heads, keys, head_dim, batch, text, causal, train)
-    found = costs(shape, devices, Machine(per_host, tflops, backward_tflops, within, between, memory))
+    found = costs(shape, devices, Machine(per_host, tflops, backward_tflops, within, between, memory, copies))
     if as_json:
         show_json({"shape": dataclasses.asdict(shape), "meshes": [_data(one) for one in found]})
         return

@@ -16,6 +16,8 @@ from .. import tuning
 from ..errors import BackendUnavailableError, ConfigError, did_you_mean
 from ..registry.manager import get_manager
 from ..tuning import TuningStore
+from ..tuning.known import shipped_rates
+from ..tuning.predicted import rates_of
 from ..tuning.store import FORMAT
 from ..user_files import MEGABYTE, read_bytes, read_text
 from .options import Device, Isolate, Json
@@ -278,6 +280,8 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
         said[f"released {release}"] = tuning.release(None if release == ALL else release)
     if export is not None:
         data = store.export()
+        if rates := _rates(export, {one["device"] for one in data["measurements"]}):
+            data = {"format": data["format"], "rates": rates, "measurements": data["measurements"]}
         try:
             export.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         except OSError as exc:
@@ -291,6 +295,18 @@ def _keep(export: Path | None, imports: list[Path], merges: list[Path], release:
             # Of two measurements of one thing the later is kept.
             of = f" of {given[what]}" if what in given else ""
             screen().print(f"{what}: {count}{of}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _rates(export: Path, devices: Collection[str]) -> dict[str, dict[str, float]]:
+    """The rates of devices that belong into an exported table: those that the file has, which nobody can measure, and
+    what plugins ship of the devices in it."""
+    try:
+        before = json.loads(read_text(export, 64 * MEGABYTE))
+    except (OSError, ValueError, RecursionError):
+        before = None  # there is none, or it is replaced
+    given = before.get("rates", {}) if isinstance(before, dict) else {}
+    shipped = {name: rates for name, rates in shipped_rates().items() if name in devices}
+    return {name: one._asdict() for name, one in {**shipped, **rates_of(given, f"--export {export}")}.items()}
 
 
 def _check_release(name: str, known: Collection[str]) -> None:

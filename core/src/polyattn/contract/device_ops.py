@@ -6,14 +6,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TokenScorer"]
+__all__ = [
+    "WRITTEN",
+    "BlockOps",
+    "DeviceOps",
+    "RowsWriter",
+    "StepTables",
+    "StepView",
+    "StepWriter",
+    "TailedConv",
+    "TokenLister",
+    "TokenScorer",
+]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -34,6 +45,16 @@ class DeviceOps(Protocol):
         Args:
             outs: float32 [P, T, H, D_v]. lses: float32 [P, T, H], natural log, -inf for rows without keys. sinks: [H].
             out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written, without sinks.
+        """
+
+    def merge_parts(self, outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor, lse: Tensor) -> None:
+        """Merge partial results that lie apart, as those of a ring's steps. A class may lack it: core merges then.
+
+        Args:
+            outs: 1 to 4 of [T, H, D_v], each in any float dtype, 0 where its LSE is -inf. lses: float32 [T, H] of each,
+                natural log, any strides.
+            out: [T, H, D_v] in any float dtype, written. lse: float32 [T, H], written. They may be the first of `outs`
+                and of `lses`.
         """
 
 
@@ -103,15 +124,9 @@ class TokenScorer(Protocol):
     """What `DeviceOps` may have beside writing rows, for indexers of DeepSeek sparse attention."""
 
     def index_scores(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        cache: Tensor,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
+        self, query: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
         max_seqlen_q: int,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Scores all tokens for queries, as `polyattn.semantics.token_index.index_scores`.
 
         Args:
@@ -121,6 +136,41 @@ class TokenScorer(Protocol):
 
         Returns:
             float32 [T_q, max_pages * page_size]; anything for tokens that a query does not see.
+        """
+
+
+class TailedConv(Protocol):
+    """What `DeviceOps` may have beside writing rows, for layers of linear attention."""
+
+    def causal_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, slots: Tensor, *,
+        cu_seqlens: Tensor | None = None, parents: Tensor | None = None, drafted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Computes `polyattn.semantics.linear_conv.causal_conv` over tails in a pool, and writes the new tails there.
+
+        Args:
+            x: [B, S, C], in 16 bits or float32. weight: [C, W]. bias: [C].
+            tails: [slots, C, W - 1]. slots: int [N], the tail of each sequence; below 0: zeros, and nothing is written.
+            cu_seqlens: integers [N+1], with B = 1: sequences behind each other. None: N = B.
+            drafted: [slots, most, C, W - 1], most >= S: the tokens are drafts, the tail after draft t goes to
+                drafted[slot, t], and `tails` stays. parents: integers [B, S], see there.
+
+        Returns:
+            [B, S, C].
+        """
+
+
+class TokenLister(Protocol):
+    """What `DeviceOps` may have beside writing rows, for lists of the tokens that an indexer scores highest."""
+
+    def top_tokens(self, scores: Tensor, seen: Tensor, topk: int) -> Tensor:
+        """Lists the tokens of the highest scores, as `polyattn.semantics.token_index.top_tokens`.
+
+        Args:
+            scores: float32 [T_q, S]. seen: int [T_q], tokens that each query sees, the first of S.
+
+        Returns:
+            int32 [T_q, topk], in any order; -1 where a query sees fewer tokens.
         """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ from torch import Tensor
 from ..contract import Place, scalars
 from ..dispatch.rank_agreement import ELSEWHERE
 from ..errors import ConfigError, InvalidInputError, RankError, UnsupportedRequestError, did_you_mean
+from ..selection.overrides import current_settings
 from ..selection.select import Selection
 from ..semantics import validation
+from .blocks import TRANSFERS, connect, offer
 from .plan import Plan
 from .ranks import MeshRanks
 from .rounds import tell
@@ -69,7 +72,8 @@ class Agreement:
     """What the ranks of a layer agreed on.
 
     Args:
-        order, balance: as `Plan.of`. timeout: as `tell`. layer: its arguments, equal on all ranks.
+        order, balance: as `Plan.of`. transfers: of `TRANSFERS`. timeout: as `tell`. layer: its arguments, equal on all
+            ranks.
         selections: who serves a call of a plan here.
     """
 
@@ -82,9 +86,10 @@ class Agreement:
         selections: Callable[[Plan, Call], list[Selection]],
         *,
         balance: bool,
+        transfers: str = TRANSFERS[0],
     ) -> None:
         self._ranks, self._timeout, self._layer, self._selections = ranks, timeout, layer, selections
-        self._order, self._balance = order, balance
+        self._order, self._balance, self._copies = order, balance, transfers == "copy"
         self._plans: dict[str, Plan] = {}
 
     def plan(self, call: Call) -> Plan:
@@ -191,15 +196,19 @@ class Agreement:
         }
 
     def _compare(self, plan: Plan, call: Call) -> None:
-        """Look at who will serve the calls on each rank, before the first of them."""
+        """Look at who will serve the calls on each rank, and how blocks get there, before the first of them."""
         wrong: Exception | None = None
         said: dict[str, Any]
+        device = call.own[0].device
         try:
             said = {"chosen": [_choice(one) for one in self._selections(plan, call)]}
+            if self._copies:
+                said["memory"] = offer(self._ranks.ring, device)
         except Exception as error:  # noqa: BLE001 - as above
             wrong, said = error, {"wrong": f"{type(error).__name__}: {error}"}
         first: dict[str, tuple[int, str, str]] = {}
-        for rank, one in zip(self._ranks.ranks, self._told(said, wrong), strict=True):
+        heard = self._told(said, wrong)
+        for rank, one in zip(self._ranks.ranks, heard, strict=True):
             for request, summary, fingerprint, who in one["chosen"]:
                 other, expected, why = first.setdefault(request, (rank, fingerprint, who))
                 if expected != fingerprint:
@@ -209,6 +218,24 @@ class Agreement:
                         "store (POLYATTN_TUNING_STORE) or copies of one, set POLYATTN_TUNING=off on all, or name one "
                         "backend on all of them"
                     )
+        if self._copies:
+            offers = [one["memory"] for one in heard]
+            self._sends(connect(self._ranks, plan, call.own[1:], device, offers, self._timeout))
+
+    def _sends(self, why: str) -> None:
+        """Say that blocks are sent which were to be copied.
+
+        Raises:
+            UnsupportedRequestError: in strict mode, on all ranks.
+        """
+        if not why:
+            return
+        text = f'transfers="copy" of {self._layer}: {why}'
+        if current_settings().strict:
+            raise UnsupportedRequestError(
+                f'{text}. Strict mode takes no other way: say transfers="send", or unset POLYATTN_STRICT'
+            )
+        warnings.warn(f"{text}; blocks are sent", RuntimeWarning, stacklevel=2)
 
 
 def _choice(one: Selection) -> tuple[str, str, str, str]:

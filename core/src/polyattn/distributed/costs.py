@@ -1,8 +1,9 @@
 """What a layer over ranks costs each of them: bytes that are sent, memory, and time by a simple model. No torch.
 
-The model: kernels run at one rate; nothing hides what Ulysses exchanges; a ring's transfers are hidden as far as the
-kernel of a step lasts; the slowest rank counts. Rates are those of H100 with NVLink, in bfloat16, unless others are
-given. It leaves out launches, which short sequences wait for.
+The model: kernels run at one rate; nothing hides what Ulysses exchanges, nor what a ring sends, since it takes
+multiprocessors from the kernels; blocks that a ring copies are hidden as far as the kernel of a step lasts; the slowest
+rank counts. Rates are those of H100 with NVLink, in bfloat16, unless others are given. It leaves out launches, which
+short sequences wait for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Shape:
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """Rates of a rank: TFLOP/s of a kernel forward and backward; GB/s that it sends within a host and between hosts,
-    and that it copies in its own memory."""
+    and that it copies in its own memory. copies: blocks of a ring are copied, `transfers="copy"` of a layer."""
 
     per_host: int = 8
     tflops: float = 690.0
@@ -41,6 +42,7 @@ class Machine:
     within: float = 220.0
     between: float = 45.0
     memory: float = 3000.0
+    copies: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +97,19 @@ def cost(shape: Shape, ring: int, ulysses: int, machine: Machine | None = None) 
     waiting = exchanged / (inner * 1e9)
     for kernel, times in ((forward, 1), (backward, 2)):
         if kernel:
-            waiting += max(0.0, times * step_bytes / (outer * 1e9) - kernel / ring) * (ring - 1)
+            hidden = kernel / ring if machine.copies else 0.0
+            waiting += max(0.0, times * step_bytes / (outer * 1e9) - hidden) * (ring - 1)
 
-    # Heads are put side by side and apart; of a ring's parts each after the first is merged, in float32.
+    # Heads are put side by side and apart, three gradients for one result.
     whole = B * share * D * e * (2 * shape.heads + 2 * shape.kv_heads)
-    copied = (2 * whole if ulysses > 1 else 0.0) + (2 + 3 * 4) * B * block * h * D * (ring - 1)
-    if shape.train:
-        copied *= 3  # three gradients are added up for one result
+    copied = (2 * whole if ulysses > 1 else 0.0) * (3 if shape.train else 1)
+    if ring > 1:
+        # Parts are read and their sum is written; of more than four, every three are added to a sum in float32 before.
+        # Gradients are added up in float32.
+        parts = (ring + 1) * e + 8 * max(0, -(-(ring - 4) // 3))
+        copied += B * block * h * D * parts
+        if shape.train:
+            copied += 2 * (2 + 3 * 4) * B * block * h * D * (ring - 1)
     copies = 2 if ulysses > 1 else 1
     held = copies * whole + 2 * B * D * e * shape.text * (h + k)
     held += 2 * step_bytes if ring > 1 else 0

@@ -19,6 +19,7 @@ from ..errors import InvalidInputError, UnsupportedRequestError
 from ..selection.select import Selection
 from ..semantics.autograd import recording
 from .agreement import Agreement, Call, Three, compared, is_of_heads, word
+from .blocks import OTHERS, TRANSFERS, link_of
 from .exchange import (
     all_segments,
     heads_of_tokens,
@@ -34,7 +35,7 @@ from .exchange import (
 from .op import LAYERS, attend
 from .plan import ORDERS, Plan
 from .ranks import ranks_of
-from .ring import OTHERS, Ring, gradients, ring_attention
+from .ring import Ring, gradients, ring_attention
 
 __all__ = ["RingAttention", "USPAttention", "UlyssesAttention"]
 
@@ -64,6 +65,9 @@ class USPAttention(nn.Module):
         text_grad: "whole": each rank gets the whole gradient of the text, and gives that of its results, which are the
             same on all ranks. "share": each gets and gives a share, whose sum over the ranks is the whole, as layers
             need whose gradients are summed over the ranks.
+        transfers: how keys and values get to the ranks of a ring: "send", by `torch.distributed`; or "copy", by copy
+            engines out of each other's memory, which takes no multiprocessors from attention. Where a ring cannot, a
+            warning says why, and it sends (an error in strict mode). The layer's `transfers` says what happened.
         timeout: seconds that a rank waits for the others to come to a call.
 
     Raises:
@@ -89,6 +93,7 @@ class USPAttention(nn.Module):
         order: str = "consecutive",
         kv: str = "ring",
         text_grad: str = "whole",
+        transfers: str = "send",
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
@@ -96,6 +101,8 @@ class USPAttention(nn.Module):
         self._order = word("order", order, ORDERS)
         self._gathered = word("kv", kv, _KV) == "gather"
         self._whole = word("text_grad", text_grad, _TEXT_GRADS) == "whole"
+        self._transfers = word("transfers", transfers, TRANSFERS)
+        self._copied: str | None = None
         if not scalars.number(timeout) or timeout <= 0:
             raise InvalidInputError(f"timeout={scalars.shown(timeout)} must be a number of seconds above 0")
         if self._ranks.ring.size > 1:
@@ -119,6 +126,7 @@ class USPAttention(nn.Module):
         self._agreement = Agreement(
             *(self._ranks, order, float(timeout), f"{type(self).__name__}({self.extra_repr()})", self._selections),
             balance=self._causal,
+            transfers=self._transfers,
         )
         groups = [one.group.group_name for one in (self._ranks.ring, self._ranks.ulysses) if one.group is not None]
         self._key = repr(
@@ -232,7 +240,7 @@ class USPAttention(nn.Module):
 
     def _around(self, plan: Plan, call: Call, segments: list[Tensor] | None) -> dict[str, _Pair]:
         """Keys and values go round."""
-        ring = self._ring(plan, call.text_at, trained=call.trained)
+        ring = self._linked(plan, call)
         q, k, v = reordered(ring.ranks, plan.held, plan.computed, *call.own)
         found: dict[str, _Pair] = dict(ring_attention(ring, _by_name(call._replace(own=(q, k, v))), segments))
         out, lse = reordered(ring.ranks, plan.computed, plan.held, *found["own"])  # type: ignore[arg-type]
@@ -243,6 +251,26 @@ class USPAttention(nn.Module):
         full, causal = self._parts[False, trained], self._parts[True, trained]
         return Ring(plan, self._ranks.ring, full, causal, self._causal, text_at == "front", self._gathered)
 
+    def _linked(self, plan: Plan, call: Call) -> Ring:
+        """The ring of a call, and how blocks get to its ranks."""
+        ring, (query, key, value) = self._ring(plan, call.text_at, trained=call.trained), call.own
+        if ring.ranks.size == 1:
+            return ring
+        if self._transfers == "send":
+            self._copied = 'sent: transfers="send"'
+            return ring
+        link = link_of(ring.ranks, query.device)
+        memory = link.serves(plan, key, value)
+        self._copied = "copied" if memory else f"sent: {link.why}"
+        return dataclasses.replace(ring, memory=memory)
+
+    @property
+    def transfers(self) -> str:
+        """How the last call got keys and values to the ranks of a ring: "copied", or "sent: " with the reason."""
+        if self._ranks.ring.size == 1:
+            return "none: there is no ring"
+        return self._copied or "none: no call yet"
+
     # What the custom op of compiled code calls, without autograd.
 
     def in_op(self, call: Call, *, trained: bool) -> _Results:
@@ -252,7 +280,7 @@ class USPAttention(nn.Module):
     def op_gradients(self, call: Call, results: Any, words: Any, grads: Any, word_grads: Any) -> tuple[Tensor, ...]:
         """(dq, dk, dv) of the tokens of this rank, then of the text, given (out, lse) of both and their gradients."""
         plan = self._agreement.plan(call._replace(grads=True))
-        ranks, ring = self._ranks, self._ring(plan, call.text_at, trained=True)
+        ranks, ring = self._ranks, self._linked(plan, call._replace(grads=True))
         leaves = [tensor.detach().requires_grad_() for tensor in call.tensors]
 
         def turned(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -325,6 +353,7 @@ class USPAttention(nn.Module):
         changed = {k: v for k, v in self._site.static._asdict().items() if v != default[k]}
         sizes = f"ring={self._ranks.ring.size}, ulysses={self._ranks.ulysses.size}, order={self._order!r}"
         sizes += ", kv='gather'" if self._gathered else ""
+        sizes += ", transfers='copy'" if self._transfers == "copy" else ""
         return ", ".join([sizes, *(f"{k}={v!r}" for k, v in changed.items())])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +21,19 @@ from ..registry.device_ops import device_ops
 from ..semantics.autograd import attention_backward
 from ..semantics.merge_lse import merge, merge_shares
 from .agreement import compared
+from .blocks import OTHERS, Memory, blocks, room, transfer
 from .exchange import first_only, wide
 from .plan import Plan, Span, Split, visible
 from .ranks import Ranks
 
-__all__ = ["OTHERS", "Ring", "gradients", "merge_over", "ring_attention"]
-
-
-OTHERS = -1
-"""In the place of a rank: all others, whose keys are gathered."""
+__all__ = ["Ring", "gradients", "merge_over", "ring_attention"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ring:
     """A call on the ranks of a ring. full, causal: the bound parts. front: the text comes first. gathered: keys and
-    values do not go round: each rank gets those of all others at once, and computes one call over them."""
+    values do not go round: each rank gets those of all others at once, and computes one call over them. memory: ranks
+    copy the blocks of others out of it; None = blocks are sent."""
 
     plan: Plan
     ranks: Ranks
@@ -44,6 +42,7 @@ class Ring:
     masked: bool
     front: bool
     gathered: bool
+    memory: Memory | None = None
 
     def visible(self, queries: int, keys: int) -> list[Split]:
         """What the queries of a rank see of the block of another, or of `OTHERS`."""
@@ -136,45 +135,64 @@ def _named(names: tuple[str, ...], flat: Any, count: int) -> dict[str, tuple[Any
 
 
 class _Sum:
-    """Partial results of the same queries, merged as they come; the sum of more than two is in float32."""
+    """Partial results of the same queries, merged as they come, a few at once; in float32 until all are there."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
         self._query, self._shape = query, (*query.shape[:-1], value.shape[-1])
         self._parts: list[tuple[Tensor, Tensor]] = []
-        self._sum: tuple[Tensor, Tensor] | None = None
+        self._summed = False
 
     def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
         """The result of some rows, of keys that no other part has."""
-        if self._sum is None and rows == (0, self._shape[1]) and len(self._parts) < 2:
+        whole = rows == (0, self._shape[1])
+        if not (whole and len(self._parts) < _AT_ONCE) and not self._summed:
+            self._parts = [self._merged(wide(self._query))]
+            self._summed = True
+        if whole:
             self._parts.append((out, lse))
-            return
-        if self._sum is None:
-            self._sum = self._merged(wide(self._query))
-        start, stop = rows
-        whole, weights = (one[:, start:stop] for one in self._sum)
-        (before, after), total = merge_shares([weights, lse])
-        whole.mul_(before.unsqueeze(-1)).addcmul_(out, after.unsqueeze(-1))
-        weights.copy_(total)
+            self._summed = False
+        else:
+            sums = [one[:, rows[0] : rows[1]] for one in self._parts[0]]
+            _merge_into([(sums[0], sums[1]), (out, lse)], sums[0], sums[1])
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out in a dtype, lse)."""
-        if self._sum is None:
-            return self._merged(dtype)
-        return self._sum[0].to(dtype), self._sum[1]
-
-    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """One or two parts, or none."""
-        if not self._parts:
-            out = self._query.new_zeros(self._shape, dtype=dtype)
-            return out, out.new_full(self._shape[:-1], float("-inf"), dtype=wide(self._query))
         if len(self._parts) == 1:
             return self._parts[0][0].to(dtype), self._parts[0][1]
-        outs, lses = zip(*self._parts, strict=True)
-        (first, second), total = merge_shares(lses)
-        into = outs[0].new_empty(self._shape, dtype=dtype)
-        # Products are taken in the dtype of the shares, and rounded once.
-        torch.addcmul(outs[0] * first.unsqueeze(-1), outs[1], second.unsqueeze(-1), out=into)
-        return into, total
+        return self._merged(dtype)
+
+    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All parts as one, in memory of its own."""
+        out = self._query.new_empty(self._shape, dtype=dtype)
+        lse = out.new_empty(self._shape[:-1], dtype=wide(self._query))
+        if self._parts:
+            _merge_into(self._parts, out, lse)
+            return out, lse
+        return out.zero_(), lse.fill_(float("-inf"))
+
+
+_AT_ONCE = 4
+"""Partial results that are merged at once."""
+
+
+def _merge_into(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
+    """Merge partial results [B, S, h, D_v] and their LSEs; the first may be where the result goes."""
+    outs, lses = zip(*parts, strict=True)
+    kernel = getattr(device_ops(out.device.type), "merge_parts", None)
+    if kernel is not None and lse.dtype == torch.float32:
+        for b in range(out.shape[0]):
+            kernel([one[b] for one in outs], [one[b] for one in lses], out=out[b], lse=lse[b])
+        return
+    shares, total = merge_shares(lses)
+    # Products are taken in the dtype of the shares, and rounded once.
+    found = outs[0] * shares[0].unsqueeze(-1)
+    for one, share in zip(outs[1:-1], shares[1:-1], strict=True):
+        found.addcmul_(one, share.unsqueeze(-1))
+    if len(outs) > 1:
+        torch.addcmul(found, outs[-1], shares[-1].unsqueeze(-1), out=out)
+    else:
+        out.copy_(found)
+    lse.copy_(total)
 
 
 def _cut(tensor: Tensor, names: tuple[str, ...], sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -183,57 +201,6 @@ def _cut(tensor: Tensor, names: tuple[str, ...], sizes: dict[str, int]) -> dict[
 
 def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _blocks(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The blocks of the other ranks as they come, each while the next one is on its way; its own first, so that a rank
-    has something to do meanwhile."""
-    ranks, plan = ring.ranks, ring.plan
-    if ring.gathered and ranks.size > 1:
-        yield from _all_blocks(ring, key, value)
-        return
-    held = key, value
-    for step in range(1, ranks.size + 1):
-        works, coming = [], held
-        if step < ranks.size:
-            coming = _room(plan.tokens(plan.computed[(ranks.index - step) % ranks.size]), key, value)
-            works = _transfer(ranks, {1: held}, {-1: coming})
-        yield (ranks.index - step + 1) % ranks.size, *held
-        for work in works:
-            work.wait()
-        held = coming
-
-
-def _all_blocks(ring: Ring, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The own block, while all others come; then those as one."""
-    ranks, computed = ring.ranks, ring.plan.computed
-    steps = range(1, ranks.size)
-    coming = {step: _room(Plan.tokens(computed[(ranks.index + step) % ranks.size]), key, value) for step in steps}
-    works = _transfer(ranks, dict.fromkeys(steps, (key, value)), coming)
-    yield ranks.index, key, value
-    for work in works:
-        work.wait()
-    blocks = {(ranks.index + step) % ranks.size: pair for step, pair in coming.items()}
-    k, v = (ring.sorted_others({rank: pair[i] for rank, pair in blocks.items()}) for i in range(2))
-    yield OTHERS, k, v
-
-
-def _room(tokens: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """For keys and values that come."""
-    k, v = (one.new_empty(one.shape[0], tokens, *one.shape[2:]) for one in (key, value))
-    return k, v
-
-
-def _transfer(ranks: Ranks, sent: Mapping[int, Any], coming: Mapping[int, Any]) -> list[Any]:
-    """Send tensors to the ranks that are so many steps further, and receive others. What is empty is not sent."""
-    ops = [
-        dist.P2POp(dist.isend, t, ranks.peer(to), ranks.group) for to, some in sent.items() for t in some if t.numel()
-    ]
-    ops += [
-        dist.P2POp(dist.irecv, t, ranks.peer(at), ranks.group) for at, some in coming.items() for t in some if t.numel()
-    ]
-    works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
-    return works
 
 
 def _segments(ring: Ring, segments: Any, block: int, rows: tuple[int, int], keys: int) -> Any:
@@ -248,7 +215,7 @@ def forward(ring: Ring, tensors: Any, segments: Any) -> dict[str, tuple[Tensor, 
     sums = {name: _Sum(query, value) for name, (query, _, value) in tensors.items()}
     query, key, value = tensors["own"]
     me = ring.ranks.index
-    for block, k, v in _blocks(ring, key, value):
+    for block, k, v in blocks(ring, key, value):
         if not query.shape[2]:
             continue
         if block == me:
@@ -340,7 +307,7 @@ def _backward(ring: Ring, given: dict[str, tuple[Tensor, ...]], segments: Any) -
     query, key, value, out, lse, dout = (t.contiguous() for t in given["own"])
     dquery, dkey, dvalue = totals["own"]
     arriving: list[Any] = []
-    for step, (block, k, v) in enumerate(_blocks(ring, key, value)):
+    for step, (block, k, v) in enumerate(blocks(ring, key, value)):
         if not query.shape[2]:
             continue
         if block == me:
@@ -351,8 +318,8 @@ def _backward(ring: Ring, given: dict[str, tuple[Tensor, ...]], segments: Any) -
             sent = _by_owner(ring, found)
         else:  # what this rank's keys got comes from the rank that is as far ahead as this block's owner is behind
             sent = {-step: found}
-        coming = {-to: _room(ring.reach((me - to) % ranks.size, me), key, value) for to in sent}
-        works = _transfer(ranks, sent, coming)
+        coming = {-to: room(ring.reach((me - to) % ranks.size, me), key, value) for to in sent}
+        works = transfer(ranks, sent, coming)
         _arrived(arriving, dkey, dvalue)  # of the last step, whose transfer this step's kernels hid
         arriving = [(works, coming, sent)]
     _arrived(arriving, dkey, dvalue)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..contract import AttentionRequest, Bound, PagedTables
 from ..contract.request import changed
 from .base import Lowering, Rewrite
+from .widths import BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,9 @@ class DequantiseKV(Lowering):
         plain = changed(request, kv_dtype="auto", kv_scales="", save_kv_cache=None)
         scales = f" with scales by {request.kv_scales}" if request.kv_scales else ""
         # Of K and V each: read, written, and read by the kernel in the wider dtype.
-        yield Rewrite((plain,), 5.0, detail=f"cache {request.kv_storage}{scales} -> {request.dtype}")
+        moved = 1 + 2 * BYTES[request.dtype] / BYTES.get(request.kv_storage, 1)
+        told = f"each call moves {moved:.2g} times the bytes of the pages that it names"
+        yield Rewrite((plain,), 5.0, detail=f"cache {request.kv_storage}{scales} -> {request.dtype}; {told}")
 
     def bind(
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]

@@ -9,7 +9,7 @@ __all__ = ["odd_rows", "wider"]
 
 _STEPS = (8, 16, 32, 64)
 _USUAL = (64, 128, 256, 512)
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp4_e2m1": 9 / 16}
 
 
 def wider(width: int) -> list[int]:
@@ -23,4 +23,4 @@ def odd_rows(request: AttentionRequest) -> bool:
 
     A contiguous tensor of such rows counts as aligned, a view that permutes or cuts it does not (`misaligned`).
     """
-    return any(width * _BYTES.get(request.dtype, 1) % 16 for width in request.dims)
+    return any(width * BYTES.get(request.dtype, 1) % 16 for width in request.dims)

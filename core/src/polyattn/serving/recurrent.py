@@ -4,15 +4,16 @@ of linear attention: `RecurrentLayers`."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ..contract import Keep
 from ..dispatch.linear import linear_attention
-from ..errors import InvalidInputError
+from ..errors import BackendUnavailableError, InvalidInputError
+from ..registry.device_ops import CORE, device_ops
 from ..semantics.linear_conv import causal_conv
 from ..semantics.validation import unread
 from .layer import StateLayer
@@ -44,11 +45,14 @@ class LinearChoice:
 
     Attributes:
         backend: of all phases. prefill: of prompts and their chunks. decode: of single tokens and of drafts.
+        conv: of the convolution before the rule: `polyattn`, torch's operators, or a package's kernels for the device,
+            `polyattn-triton`. Those were not timed on a GPU yet, and never serve unless they are asked for.
     """
 
     backend: str | None = None
     prefill: str | None = None
     decode: str | None = None
+    conv: str = CORE
 
     def of(self, mode: ForwardMode) -> str | None:
         """Return the name for a step of this mode."""
@@ -63,10 +67,14 @@ class RecurrentLayers:
 
     Args:
         states: of the pool (`KVPool.states`). choice: who serves.
+
+    Raises:
+        BackendUnavailableError: nobody of the name in `choice.conv` has a convolution for the device.
     """
 
     def __init__(self, states: RequestStates, choice: LinearChoice) -> None:
         self.states, self.choice = states, choice
+        self._kernel = None if choice.conv == CORE else _kernel(choice.conv, states.device)
         self._batch: ForwardBatch | None = None
 
     def plan(self, batch: ForwardBatch, steps: Sequence[Step]) -> None:
@@ -83,15 +91,20 @@ class RecurrentLayers:
 
     def conv(self, layer_id: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The causal convolution of the new tokens. x: [T, C]. Returns [T, C]."""
-        states = self.states.tensor(layer_id, CONV)
-        if self._verifies():
-            drafts = self._by_row(x)
-            out, tails = causal_conv(drafts, weight, bias, states[self._slots], every_state=True, parents=self._parents)
+        states, verifies = self.states.tensor(layer_id, CONV), self._verifies()
+        tokens, cu_seqlens = (self._by_row(x), None) if verifies else self._packed(x)
+        parents = self._parents if verifies else None
+        if self._kernel is not None:
+            drafted = self.states.drafted(layer_id, CONV) if verifies else None
+            shared = {"cu_seqlens": cu_seqlens, "parents": parents, "drafted": drafted}
+            return self._kernel(tokens, weight, bias, states, self._slots, **shared).flatten(0, 1)
+        out, tails = causal_conv(
+            tokens, weight, bias, states[self._slots], cu_seqlens=cu_seqlens, every_state=verifies, parents=parents
+        )
+        if verifies:
             self._leave(layer_id, CONV, tails)
-            return out.flatten(0, 1)
-        tokens, cu_seqlens = self._packed(x)
-        out, last = causal_conv(tokens, weight, bias, states[self._slots], cu_seqlens=cu_seqlens)
-        states.index_copy_(0, self._slots % len(states), last.to(states.dtype))
+        else:
+            states.index_copy_(0, self._slots % len(states), tails.to(states.dtype))
         return out.flatten(0, 1)
 
     def rule(
@@ -148,6 +161,18 @@ class RecurrentLayers:
     def _leave(self, layer_id: int, name: str, states: Tensor) -> None:
         drafted = self.states.drafted(layer_id, name)
         drafted[:, : states.shape[1]].index_copy_(0, self._slots % len(drafted), states.to(drafted.dtype))
+
+
+def _kernel(name: str, device: torch.device) -> Callable[..., Tensor]:
+    ops: Any = device_ops(device.type)
+    found = getattr(ops, "causal_conv", None)
+    if found is None or ops.name != name:
+        known = [CORE] if found is None else [CORE, ops.name]
+        raise BackendUnavailableError(
+            f"LinearChoice.conv={name!r}: nobody of that name has a causal convolution on {device.type}. "
+            f"Known there: {', '.join(known)}"
+        )
+    return cast("Callable[..., Tensor]", found)
 
 
 def _parents(tree_mask: Tensor) -> Tensor:

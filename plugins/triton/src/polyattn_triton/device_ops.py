@@ -11,8 +11,11 @@ from torch import Tensor
 from .kernels import chunks, clusters, linear_branch, rows
 from .kernels.index import index_scores
 from .kernels.merge import merge
+from .kernels.merge_parts import merge_parts
 from .kernels.metadata import View, step_launches
-from .kernels.write import Launched, Writer, write_kv, write_latent
+from .kernels.short_conv import causal_conv
+from .kernels.top import top_tokens
+from .kernels.write import Launched, Writer, latent_parts, write_kv, write_latent
 
 if TYPE_CHECKING:
     from polyattn.contract import StepTables
@@ -22,23 +25,25 @@ __all__ = ["BlockOps", "DeviceOps"]
 
 class DeviceOps:
     """Rows of KV pools, quantised and with their scales, in one launch for keys and values; the tables of a step, three
-    views of it in a launch; results of several ranks as one."""
+    views of it in a launch; results of several ranks as one; convolutions over the tails of a pool."""
 
     name = "polyattn-triton"
     merge = staticmethod(merge)
+    merge_parts = staticmethod(merge_parts)
     index_scores = staticmethod(index_scores)
+    causal_conv = staticmethod(causal_conv)
+    top_tokens = staticmethod(top_tokens)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         if (latent := cache.cache) is not None:
-            if cache.kv_dtype.startswith("fp") and cache.kv_scales != "block128":
-                return None  # core's operators write those
 
             def write_rows(key: Tensor, value: Tensor | None, slots: Tensor, rows: bool) -> Launched | None:
                 return write_latent(key, latent, slots=slots, page_size=cache.page_size)
 
-            return Writer(write_rows, (latent, None, None, None))
+            numbers, factors = latent_parts(latent, cache.kv_scales)
+            return Writer(write_rows, (numbers, None, factors, None))
         if (key_cache := cache.key_cache) is None:
             return None
 

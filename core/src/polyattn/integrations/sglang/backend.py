@@ -41,7 +41,9 @@ class PolyattnAttnBackend(AttentionBackend):  # type: ignore[misc]
         if getattr(runner, "is_hybrid_swa", False):
             raise _refused("a pool of its own for sliding windows (leave it out by --disable-hybrid-swa-memory)")
         self.latent = bool(getattr(runner, "use_mla_backend", False))
-        self.requests, self.pool, self.page_size = runner.req_to_token_pool, runner.token_to_kv_pool, runner.page_size
+        # SGLang's models look for the pools here, by these names.
+        self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self.page_size = runner.page_size
         self.dtype = getattr(runner, "dtype", torch.bfloat16)
         self._layers: dict[int, AttentionLayer] = {}
         self._step: HostStep | None = None
@@ -69,7 +71,8 @@ class PolyattnAttnBackend(AttentionBackend):  # type: ignore[misc]
         else:
             starts = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
             widest = int(max(_on_host(batch, "extend_seq_lens"), default=0))
-        table = self.requests.req_to_token[batch.req_pool_indices, : longest : self.page_size] // self.page_size
+        slots = self.req_to_token_pool.req_to_token
+        table = slots[batch.req_pool_indices, : longest : self.page_size] // self.page_size
         self._step = HostStep(
             table.to(torch.int32), lengths, starts, widest, longest, batch.out_cache_loc, len(batch.out_cache_loc), tree
         )
@@ -109,7 +112,7 @@ class PolyattnAttnBackend(AttentionBackend):  # type: ignore[misc]
     def _attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, batch: Any, save: bool, more: dict[str, Any]
     ) -> Tensor:
-        sinks = more.pop("sinks", None)
+        sinks, pool = more.pop("sinks", None), self.token_to_kv_pool
         if asked := [name for name, value in more.items() if value is not None]:
             raise _refused(f"the argument {asked[0]} of a layer's forward")
         step = self._step
@@ -117,10 +120,10 @@ class PolyattnAttnBackend(AttentionBackend):  # type: ignore[misc]
         if self.latent and layer.tp_k_head_num > 1:
             return self._prompt(q, k, v, layer, batch, save)
         if save and k is not None:
-            self.pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self.latent:
-            rows = self.pool.get_key_buffer(layer.layer_id)
+            rows = pool.get_key_buffer(layer.layer_id)
             self._layer(layer, sinks, rows.dtype)
             whole = len(rows) // self.page_size * self.page_size
             out: Tensor = mla_attention(
@@ -128,7 +131,7 @@ class PolyattnAttnBackend(AttentionBackend):  # type: ignore[misc]
                 scale=layer.scaling, v_head_dim=layer.v_head_dim,
             )  # fmt: skip
             return out.flatten(1)
-        caches = [get(layer.layer_id) for get in (self.pool.get_key_buffer, self.pool.get_value_buffer)]
+        caches = [get(layer.layer_id) for get in (pool.get_key_buffer, pool.get_value_buffer)]
         # Slots beside each other are pages: [slots, H_kv, D] is read as [pages, page_size, H_kv, D].
         whole = len(caches[0]) // self.page_size * self.page_size
         pages = [cache[:whole].view(-1, self.page_size, *cache.shape[1:]) for cache in caches]
@@ -172,7 +175,7 @@ class PolyattnAttnBackend(AttentionBackend):  # type: ignore[misc]
                 scale=layer.scaling, window=window, softcap=layer.logit_cap or 0.0, sinks=sinks, latent=self.latent,
             )  # fmt: skip
             asked = requests_of(
-                known, dtype=self.dtype, device=self.requests.req_to_token.device, page_size=self.page_size,
+                known, dtype=self.dtype, device=self.req_to_token_pool.req_to_token.device, page_size=self.page_size,
                 kv_dtype=_FP8.get(stored, "auto"), kv_layout="" if self.latent else "NHD",
             )  # fmt: skip
             if reasons := reasons_against(asked):

@@ -94,7 +94,7 @@ class TokenLists:
         scores = kernel(query, index.weights, kept, step.page_table, lens, starts, step.max_seqlen_q)
         places = torch.arange(query.shape[0], device=query.device)
         row = torch.searchsorted(starts[1:].long(), places, right=True).clamp(max=len(lens) - 1)
-        return top_tokens(scores, lens[row] - (starts[1:][row] - 1 - places), layer.token_topk)
+        return _listed(scores, lens[row] - (starts[1:][row] - 1 - places), layer.token_topk)
 
     def _scored_by(self, layer: AttentionLayer, query: Tensor) -> tuple[Tensor, Tensor]:
         """The index keys of a layer, and queries as a kernel scores them with those."""
@@ -118,7 +118,7 @@ class TokenLists:
         keys, query = self._keys(layer, step.page_table, step.page_size, index.query)
         scores = index_scores(torch.unflatten(query, 0, (-1, new)), keys, torch.unflatten(index.weights, 0, (-1, new)))
         seen = step.seq_lens[:, None] - new + 1 + torch.arange(new, device=scores.device)
-        return top_tokens(scores, seen, layer.token_topk).flatten(0, 1)
+        return _listed(scores.flatten(0, 1), seen.flatten(0, 1), layer.token_topk)
 
     def _rows(
         self, layer: AttentionLayer, step: Step, index: Index, kernel: Callable[..., Tensor] | None = None
@@ -145,7 +145,7 @@ class TokenLists:
                 else:
                     starts_of = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
                     scores = kernel(q, w, rows, table, s[-1:].to(torch.int32), starts_of, len(q))
-                found.append(top_tokens(scores, s, layer.token_topk))
+                found.append(_listed(scores, s, layer.token_topk))
         return torch.cat(found)
 
     def _keys(self, layer: AttentionLayer, table: Tensor, page_size: int, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,3 +155,10 @@ class TokenLists:
         if kept.dtype != torch.uint8:
             return keys, query
         return unpack_index(keys), unpack_index(pack_index(hadamard(query)))
+
+
+def _listed(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
+    """`top_tokens` of [T, S] and [T], by the kernel of a package where it has one."""
+    kernel: Any = getattr(device_ops(scores.device.type), "top_tokens", None) if scores.dtype == torch.float32 else None
+    found: Tensor = (kernel or top_tokens)(scores, seen, topk)
+    return found

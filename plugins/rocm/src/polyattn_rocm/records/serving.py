@@ -165,7 +165,8 @@ AITER_BACKEND = BackendInfo(
     ),
     upstream="https://github.com/ROCm/aiter",
     note="kernels compile at their first call, for minutes; 0.1.7 (PyPI) and 0.1.20 differ in what they take; on "
-    "gfx942 an FP8 cache is dequantised, as its e4m3 is not that of the chip",
+    "gfx942 an FP8 cache is dequantised, as its e4m3 is not that of the chip; no trees of drafts on RDNA chips: the "
+    "kernel there returns no LSE, by which parts of a tree are put together",
 )
 
 SGLANG = Requirement("sglang", ">=0.5.20", module="sglang", hint="pip install sglang")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
 from polyattn_triton.kernels.room import TOO_LARGE, too_large
 from polyattn_triton.records.tuned import LATENT
 
-__all__ = ["REGISTERS", "attend", "takes"]
+__all__ = ["REGISTERS", "attend", "attend_listed", "listed_parts", "takes", "takes_listed"]
 
 _WIDTHS, _BLOCK = (512, 64), 64
 REGISTERS = 216
 """Of a consumer's thread; the producer has what is left."""
+LISTED_REGISTERS = 208
+"""Of lists, whose producer has to know where rows are."""
 
 
 def takes(query: Tensor, cache: Tensor, out: Tensor, rows: int, keys: int) -> bool:
@@ -49,10 +52,54 @@ def attend(
 
     try:
         kernel[(parts * tiles,)](
-            query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces,
+            query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces, None, None,
             tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), out.stride(0),
-            out.stride(1), scale, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=causal,
-            REGISTERS=REGISTERS, num_warps=4,
+            out.stride(1), scale, *(0,) * 7, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1],
+            CAUSAL=causal, REGISTERS=REGISTERS, num_warps=4,
+        )  # fmt: skip
+    except TOO_LARGE as error:
+        asked = (str(query.dtype).removeprefix("torch."), *_WIDTHS, _BLOCK, False)
+        raise too_large(LATENT, asked, query.device, error) from error
+
+
+def takes_listed(query: Tensor, cache: Tensor, out: Tensor) -> bool:
+    """Whether `attend_listed` computes such lists. Arguments as `takes`."""
+    # A row is found by its number, which fits in 32 bits.
+    even = cache.stride(0) == cache.shape[1] * cache.stride(1) and cache.shape[0] * cache.shape[1] < 2**31
+    return even and takes(query, cache, out, _BLOCK, _BLOCK)
+
+
+def listed_parts(device: torch.device, tokens: int, heads: int, topk: int) -> int:
+    """Pieces of each list: as many as fill the chip once, of no fewer than two blocks."""
+    tiles = -(-heads // _BLOCK)
+    return max(min(runtime.processors(device) // max(tokens * tiles, 1), -(-topk // (2 * _BLOCK))), 1)
+
+
+def attend_listed(
+    query: Tensor, cache: Tensor, page_table: Tensor, sequence_of: Tensor, listed: Tensor, outs: Tensor,
+    lses: Tensor | None, scale: float,
+) -> None:  # fmt: skip
+    """Attention of each query to the rows of its list, by pieces of the list.
+
+    Args:
+        query: [T_q, H_q, 576]. cache: [pages, page_size, 576]. page_table: int32 [N, max_pages].
+        sequence_of: int32 [T_q], the row of the page table. listed: int32 [T_q, topk], dense last axis, -1 = none.
+        outs: [P, T_q, H_q, 512], of each piece. lses: float32 [P, T_q, H_q], contiguous.
+        scale: above 0, with log2(e) in it.
+    """
+    from polyattn_triton.hopper.latent_kernel import attend as kernel
+
+    (parts, tokens, heads, _), topk = outs.shape, listed.shape[1]
+    each = -(-topk // (parts * _BLOCK)) * _BLOCK
+    tiles = -(-heads // _BLOCK)
+    programs = max(min(runtime.processors(query.device) // tiles, tokens * parts), 1)
+    try:
+        kernel[(programs * tiles,)](
+            query, cache, page_table, None, None, None, outs, lses, None, None, listed, sequence_of,
+            tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), outs.stride(1),
+            outs.stride(2), scale, topk, tokens, parts, each, listed.stride(0), outs.stride(0), tokens * heads,
+            HEADS=heads, ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=False, REGISTERS=LISTED_REGISTERS,
+            num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = (str(query.dtype).removeprefix("torch."), *_WIDTHS, _BLOCK, False)

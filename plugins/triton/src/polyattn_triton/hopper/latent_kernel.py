@@ -40,6 +40,8 @@ _PIECES = gl.constexpr(4)
 """Of a half."""
 _PRODUCERS = gl.constexpr(128)
 """Threads that copy."""
+_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Which of them copies what of a piece."""
 
 
 @gluon.jit
@@ -52,11 +54,18 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _share(shares, tiles):
-    """This program's (tile, number of its share, first and last key block, sequence, that sequence's first block)."""
+def _share(shares, lists, tiles):
+    """This program's (tile, number of its share, first and last key block, sequence, that sequence's first block). Of
+    lists pieces are dealt out, whole ones: first and last of these."""
     part = gl.program_id(0) // tiles
-    at = shares + part * 3
-    return gl.program_id(0) % tiles, part, gl.load(at), gl.load(at + 3), gl.load(at + 1), gl.load(at + 2)
+    if lists[0] is None:
+        at = shares + part * 3
+        found = (gl.load(at), gl.load(at + 3), gl.load(at + 1), gl.load(at + 2))
+    else:
+        pieces = (lists[3] * lists[4]).to(gl.int64)
+        parts = gl.num_programs(0) // tiles
+        found = ((part * pieces // parts).to(gl.int32), ((part + 1) * pieces // parts).to(gl.int32), 0, 0)
+    return gl.program_id(0) % tiles, part, found[0], found[1], found[2], found[3]
 
 
 @gluon.jit
@@ -80,6 +89,30 @@ def _segment(n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS: gl.cons
 
 
 @gluon.jit
+def _listed_segment(item, lists, tile, HEADS: gl.constexpr):
+    """As `_segment`, of a piece of a token's list. It has keys `begin` to `end` of the list."""
+    _listed, _sequence_of, topk, _tokens, parts, each, _row = lists
+    begin = item % parts * each
+    end = gl.minimum(begin + each, topk)
+    pairs = gl.maximum((end - begin + 2 * _N - 1) // (2 * _N), 1)
+    return item // parts, 1, topk, begin, end, pairs, item + 1, True, 0, tile * _M < HEADS
+
+
+@gluon.jit
+def _places_of(lists, token, key, end, LAYOUT: gl.constexpr):
+    """What a block of a list says, -1 past its end."""
+    n = key + gl.arange(0, _N, LAYOUT)
+    return gl.load(lists[0] + token.to(gl.int64) * lists[6] + n, mask=n < end, other=-1)
+
+
+@gluon.jit
+def _rows_of(table, place, PAGE: gl.constexpr):
+    """The rows of the cache where these places of a sequence lie, -1 = none."""
+    page = gl.load(table + gl.maximum(place, 0) // PAGE, mask=place >= 0, other=0)
+    return gl.where(place >= 0, page * PAGE + place % PAGE, -1)
+
+
+@gluon.jit
 def _pages_of(page_table, key, end, PAGE: gl.constexpr):
     """The pages of a block."""
     pages = ()
@@ -95,7 +128,7 @@ def _copy_piece(
 ):  # fmt: skip
     """Starts the copy of the piece that begins with column AT of keys first .. first + 63, which lie in `pages`: zeros
     from key `end` on."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = _COPIED
     ROWS: gl.constexpr = min(PAGE, _N)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     at = (row * ROW)[:, None] + (AT + gl.arange(0, _PIECE, gl.SliceLayout(0, LAYOUT)))[None, :]
@@ -111,6 +144,27 @@ def _copy_piece(
             source = base + pages[chunk].to(gl.int64) * cache_page
             load_rows(to.slice(chunk * ROWS, ROWS, dim=0), source + at, mask=(row < end - key)[:, None])
     async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _copy_rows(to, full, base, rows, ROW: gl.constexpr, AT: gl.constexpr):
+    """As `_copy_piece`, of rows wherever they lie: zeros for row -1."""
+    at = rows.to(gl.int64)[:, None] * ROW + (AT + gl.arange(0, _PIECE, gl.SliceLayout(0, _COPIED)))[None, :]
+    load_rows(to, base + at, mask=(rows >= 0)[:, None])
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _copy_listed_half(given, rows, phase, BLOCK: gl.constexpr, SIDE: gl.constexpr, ROW: gl.constexpr):
+    """As `_copy_half`, of rows wherever they lie."""
+    ks, rs, full, rope_full, free, cache, _first, _end, _cache_page = given
+    HALF: gl.constexpr = 2 * BLOCK + SIDE
+    mbarrier.wait(free[HALF], phase)
+    for c in gl.static_range(_PIECES):
+        piece = ks.index(HALF * _PIECES + c)
+        _copy_rows(piece, full[HALF * _PIECES + c], cache, rows, ROW, SIDE * _HALF + c * _PIECE)
+    if SIDE != BLOCK:
+        _copy_rows(rs.index(BLOCK), rope_full[BLOCK], cache, rows, ROW, 2 * _HALF)
 
 
 @gluon.jit
@@ -135,17 +189,20 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
     """The producer: the query of each segment, then its blocks, each half as soon as its buffer is free."""
     (
         query, cache, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs, barriers, tiles,
-        query_token, query_head, cache_page, table_row,
+        query_token, query_head, cache_page, table_row, lists,
     ) = given  # fmt: skip
     full, rope_full, free, q_full, q_free = barriers
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tile, _part, item, last, n, before = _share(shares, tiles)
+    LAYOUT: gl.constexpr = _COPIED
+    KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    tile, _part, item, last, n, before = _share(shares, lists, tiles)
     step = 0
     segment = 0
     while item < last:
-        start, tokens, _s_k, begin, end, pairs, after, _whole, blocks, here = _segment(
-            n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS, CAUSAL
-        )
+        if lists[0] is None:
+            found = _segment(n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS, CAUSAL)
+        else:
+            found = _listed_segment(item, lists, tile, HEADS)
+        start, tokens, _s_k, begin, end, pairs, after, _whole, blocks, here = found
         if here:
             mbarrier.wait(q_free, (segment & 1) ^ 1)
             r = tile * _M + gl.arange(0, _M, gl.SliceLayout(1, LAYOUT))
@@ -156,24 +213,49 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                 load_rows(qs.index(c), query + at + c * _PIECE, mask=(token < tokens)[:, None])
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             segment += 1
-            table = page_table + n * table_row.to(gl.int64)
-            page_0 = _pages_of(table, begin, end, PAGE)
-            page_1 = _pages_of(table, begin + _N, end, PAGE)
-            for pair in range(pairs):
-                first = begin + pair * (2 * _N)
-                phase = (step & 1) ^ 1
-                # A pair ahead: no copy waits for where its rows are.
-                next_0 = _pages_of(table, first + 2 * _N, end, PAGE)
-                next_1 = _pages_of(table, first + 3 * _N, end, PAGE)
-                block = (ks, rs, full, rope_full, free, cache, first, end, cache_page)
-                # In the order in which they come free.
-                _copy_half(block, page_0, phase, 0, 0, ROW, PAGE)
-                _copy_half(block, page_0, phase, 0, 1, ROW, PAGE)
-                _copy_half(block, page_1, phase, 1, 1, ROW, PAGE)
-                _copy_half(block, page_1, phase, 1, 0, ROW, PAGE)
-                page_0 = next_0
-                page_1 = next_1
-                step += 1
+            if lists[0] is None:
+                table = page_table + n * table_row.to(gl.int64)
+                page_0 = _pages_of(table, begin, end, PAGE)
+                page_1 = _pages_of(table, begin + _N, end, PAGE)
+                for pair in range(pairs):
+                    first = begin + pair * (2 * _N)
+                    phase = (step & 1) ^ 1
+                    # A pair ahead: no copy waits for where its rows are.
+                    next_0 = _pages_of(table, first + 2 * _N, end, PAGE)
+                    next_1 = _pages_of(table, first + 3 * _N, end, PAGE)
+                    block = (ks, rs, full, rope_full, free, cache, first, end, cache_page)
+                    # In the order in which they come free.
+                    _copy_half(block, page_0, phase, 0, 0, ROW, PAGE)
+                    _copy_half(block, page_0, phase, 0, 1, ROW, PAGE)
+                    _copy_half(block, page_1, phase, 1, 1, ROW, PAGE)
+                    _copy_half(block, page_1, phase, 1, 0, ROW, PAGE)
+                    page_0 = next_0
+                    page_1 = next_1
+                    step += 1
+            else:
+                table = page_table + gl.load(lists[1] + start) * table_row.to(gl.int64)
+                rows_0 = _rows_of(table, _places_of(lists, start, begin, end, KEYS), PAGE)
+                rows_1 = _rows_of(table, _places_of(lists, start, begin + _N, end, KEYS), PAGE)
+                place_0 = _places_of(lists, start, begin + 2 * _N, end, KEYS)
+                place_1 = _places_of(lists, start, begin + 3 * _N, end, KEYS)
+                for pair in range(pairs):
+                    first = begin + pair * (2 * _N)
+                    phase = (step & 1) ^ 1
+                    # Two pairs ahead, and one: no copy waits for a list or for where its rows are.
+                    later_0 = _places_of(lists, start, first + 4 * _N, end, KEYS)
+                    later_1 = _places_of(lists, start, first + 5 * _N, end, KEYS)
+                    next_0 = _rows_of(table, place_0, PAGE)
+                    next_1 = _rows_of(table, place_1, PAGE)
+                    block = (ks, rs, full, rope_full, free, cache, first, end, cache_page)
+                    _copy_listed_half(block, rows_0, phase, 0, 0, ROW)
+                    _copy_listed_half(block, rows_0, phase, 0, 1, ROW)
+                    _copy_listed_half(block, rows_1, phase, 1, 1, ROW)
+                    _copy_listed_half(block, rows_1, phase, 1, 0, ROW)
+                    rows_0 = next_0
+                    rows_1 = next_1
+                    place_0 = later_0
+                    place_1 = later_1
+                    step += 1
         item = after
         before += blocks
         n += 1
@@ -187,22 +269,35 @@ def _hidden_zero(any_number):
 
 
 @gluon.jit
-def _leave(
-    acc, found, out, lse, piece_out, piece_lse, start, tokens, tile, piece_row, whole, out_token, out_head,
+def _write(
+    acc, found, out, lse, start, tokens, tile, out_token, out_head,
     HEADS: gl.constexpr, INDEX: gl.constexpr, OUTPUT: gl.constexpr, LINE: gl.constexpr,
 ):  # fmt: skip
-    """Half a tile of output to where it belongs, and by the first consumer its LSE."""
+    """Half a tile of output to its tokens, and by the first consumer its LSE."""
     r = tile * _M + gl.arange(0, _M, gl.SliceLayout(1, OUTPUT))
     line = tile * _M + gl.arange(0, _M, LINE)
     c = INDEX * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, OUTPUT))
     rows = tokens * HEADS
+    token = r // HEADS
+    row = (start + token).to(gl.int64) * out_token + (r - token * HEADS) * out_head
+    gl.store(out + row[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=(r < rows)[:, None])
+    if lse is not None:
+        gl.store(lse + start.to(gl.int64) * HEADS + line, found, mask=(line < rows) & (INDEX == 0))
+
+
+@gluon.jit
+def _leave(
+    acc, found, out, lse, piece_out, piece_lse, start, tokens, tile, piece_row, whole, out_token, out_head,
+    HEADS: gl.constexpr, INDEX: gl.constexpr, OUTPUT: gl.constexpr, LINE: gl.constexpr,
+):  # fmt: skip
+    """Half a tile of output to where it belongs: its tokens, or a piece."""
     if whole:
-        token = r // HEADS
-        row = (start + token).to(gl.int64) * out_token + (r - token * HEADS) * out_head
-        gl.store(out + row[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=(r < rows)[:, None])
-        if lse is not None:
-            gl.store(lse + start.to(gl.int64) * HEADS + line, found, mask=(line < rows) & (INDEX == 0))
+        _write(acc, found, out, lse, start, tokens, tile, out_token, out_head, HEADS, INDEX, OUTPUT, LINE)
     else:
+        r = tile * _M + gl.arange(0, _M, gl.SliceLayout(1, OUTPUT))
+        line = tile * _M + gl.arange(0, _M, LINE)
+        c = INDEX * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, OUTPUT))
+        rows = tokens * HEADS
         gl.store(piece_out + ((piece_row + r) * (2 * _HALF))[:, None] + c[None, :], acc, mask=(r < rows)[:, None])
         gl.store(piece_lse + piece_row + line, found, mask=(line < rows) & (INDEX == 0))
 
@@ -230,7 +325,7 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
     """Consumer INDEX: the scores of every second block, and half INDEX of the output."""
     (
         query, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse, qs, ks, vs, rs, maxima, sums,
-        barriers, tiles, out_token, out_head, scale,
+        barriers, tiles, out_token, out_head, scale, lists, out_part, lse_part,
     ) = given  # fmt: skip
     full, rope_full, free, q_full, q_free, told, weighed, summed = barriers
     OTHER: gl.constexpr = 1 - INDEX
@@ -239,13 +334,15 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     LINE: gl.constexpr = gl.SliceLayout(1, SCORES)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    tile, part, item, last, n, before = _share(shares, tiles)
+    tile, part, item, last, n, before = _share(shares, lists, tiles)
     step = 0
     segment = 0
     while item < last:
-        start, tokens, s_k, begin, end, pairs, after, whole, blocks, here = _segment(
-            n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS, CAUSAL
-        )
+        if lists[0] is None:
+            found = _segment(n, item, last, before, tile, seq_lens, cu_seqlens_q, HEADS, CAUSAL)
+        else:
+            found = _listed_segment(item, lists, tile, HEADS)
+        start, tokens, s_k, begin, end, pairs, after, whole, blocks, here = found
         if here:
             acc = gl.full([_M, _HALF], 0.0, gl.float32, OUTPUT)
             top = gl.full([_M], float("-inf"), gl.float32, LINE)
@@ -263,6 +360,8 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
                 phase = step & 1
                 first = begin + pair * (2 * _N) + INDEX * _N
                 zero = _hidden_zero(step)
+                if lists[0] is not None:
+                    place = _places_of(lists, start, first, end, gl.SliceLayout(0, SCORES))
                 s = gl.full([_M, _N], 0.0, gl.float32, SCORES)
                 # The half that this consumer frees comes first, the rope columns come with the other one.
                 s = _multiplied(s, qs, ks, full, phase, zero, INDEX, INDEX, False)
@@ -285,13 +384,15 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
                 if pair + 1 == pairs:
                     # The next query comes during the last softmax and the products after it.
                     mbarrier.arrive(q_free, count=1)
-                if first + _N > gl.minimum(all_seen, end):
+                if lists[0] is not None:
+                    s = gl.where((place >= 0)[None, :], s, float("-inf"))
+                elif first + _N > gl.minimum(all_seen, end):
                     j = first + gl.arange(0, _N, gl.SliceLayout(0, SCORES))
                     s = gl.where(j[None, :] < gl.minimum(seen, end)[:, None], s, float("-inf"))
-                found = gl.max(s, 1)
+                highest_here = gl.max(s, 1)
                 if INDEX == 0:
                     # This consumer goes ahead, with a maximum of its own; the other's block comes on top of it.
-                    first_top = gl.maximum(top, found)
+                    first_top = gl.maximum(top, highest_here)
                     maxima.index(0).store(first_top)
                     mbarrier.arrive(told[0], count=1)
                     weights = gl.exp2(s * scale - _base(first_top, scale)[:, None])
@@ -316,7 +417,7 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
                     acc = hopper.warpgroup_mma_wait(0, deps=[o])
                     mbarrier.arrive(free[2], count=1)
                 else:
-                    highest = gl.maximum(first_top, found)
+                    highest = gl.maximum(first_top, highest_here)
                     maxima.index(1).store(highest)
                     mbarrier.arrive(told[1], count=1)
                     weights = gl.exp2(s * scale - _base(highest, scale)[:, None])
@@ -343,25 +444,39 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
             some = total > 0
             total = gl.where(some, total, 1.0)
             acc = scaled((acc,), 1.0 / total)[0]
-            found = gl.where(some, (top * scale + gl.log2(total)) * LN2, float("-inf"))
+            natural = gl.where(some, (top * scale + gl.log2(total)) * LN2, float("-inf"))
             # The piece that begins a sequence is the second of its program, any other the first.
             slot = 2 * part + (item == before).to(gl.int32)
-            _leave(
-                acc, found, out, lse, piece_out, piece_lse, start, tokens, tile, slot.to(gl.int64) * tiles * _M, whole,
-                out_token, out_head, HEADS, INDEX, OUTPUT, LINE,
-            )  # fmt: skip
+            if lists[0] is not None:
+                own_lse = lse
+                if lse is not None:
+                    own_lse = lse + item % lists[4] * lse_part
+                _write(
+                    acc, natural, out + item % lists[4] * out_part, own_lse, start, tokens, tile, out_token, out_head,
+                    HEADS, INDEX, OUTPUT, LINE,
+                )  # fmt: skip
+            else:
+                _leave(
+                    acc, natural, out, lse, piece_out, piece_lse, start, tokens, tile, slot.to(gl.int64) * tiles * _M,
+                    whole, out_token, out_head, HEADS, INDEX, OUTPUT, LINE,
+                )  # fmt: skip
         item = after
         before += blocks
         n += 1
 
 
-@gluon.jit(do_not_specialize=["tiles", "table_row"])
+@gluon.jit(do_not_specialize=["tiles", "table_row", "topk", "tokens", "parts", "each"])
 def attend(
-    query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse,
+    query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse, listed, sequence_of,
     tiles, query_token, query_head, cache_page, table_row, out_token, out_head, scale,
+    topk, tokens, parts, each, listed_row, out_part, lse_part,
     HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `_attend` of kernels/latent.py where STREAMED, for rows of 512 + 64 numbers of 16 bits. `scale` is above 0."""
+    """As `_attend` of kernels/latent.py where STREAMED, for rows of 512 + 64 numbers of 16 bits. `scale` is above 0.
+
+    With `listed`, as `_attend` of kernels/listed.py: a token's list is cut into `parts` pieces of `each` tokens.
+    """
+    lists = (listed, sequence_of, topk, tokens, parts, each, listed_row)
     dtype: gl.constexpr = query.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -383,12 +498,12 @@ def attend(
     produced = (
         query, cache, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs,
         (full, rope_full, free, q_full.index(0), q_free.index(0)),
-        tiles, query_token, query_head, cache_page, table_row,
+        tiles, query_token, query_head, cache_page, table_row, lists,
     )  # fmt: skip
     consumed = (
         query, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse, qs, ks, vs, rs, maxima, sums,
         (full, rope_full, free, q_full.index(0), q_free.index(0), told, weighed, summed),
-        tiles, out_token, out_head, scale,
+        tiles, out_token, out_head, scale, lists, out_part, lse_part,
     )  # fmt: skip
     gl.warp_specialize(
         [

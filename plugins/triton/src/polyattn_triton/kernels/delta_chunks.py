@@ -37,16 +37,15 @@ from polyattn_triton.kernels.room import shared_memory
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
 
-__all__ = ["Cut", "Prepared", "chunk_of", "level", "numbers", "place", "prepare", "through"]
+__all__ = ["Cut", "Prepared", "chunk_of", "cut_of", "level", "numbers", "place", "prepare", "through"]
 
 
 @triton.jit
-def place(starts, tokens, sequences, steps, C: tl.constexpr, PACKED: tl.constexpr):
-    """(row of the batch, first token, how many tokens, number) of the chunk of this program, on axes 0 and 2.
+def cut_of(starts, slot, row, tokens, sequences, steps, C: tl.constexpr, PACKED: tl.constexpr):
+    """(sequence, its first token in the row, first token of the chunk in it, its tokens) of a chunk of a row.
 
-    Packed sequences have one number more than they may have chunks, so that a number says whose it is.
+    Packed sequences have one chunk more than they may need, so that a number says whose it is.
     """
-    slot, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     if PACKED:
         low, high = 0, sequences - 1
         for _ in range(steps):
@@ -54,13 +53,17 @@ def place(starts, tokens, sequences, steps, C: tl.constexpr, PACKED: tl.constexp
             its = tl.load(starts + middle).to(tl.int32) // C + middle <= slot
             low, high = tl.where(its, middle, low), tl.where(its, high, middle - 1)
         start = tl.load(starts + low).to(tl.int32)
-        begin = start + (slot - start // C - low) * C
-        count = tl.load(starts + low + 1).to(tl.int32) - begin
-        return b, begin.to(tl.int64), tl.minimum(count, C), slot.to(tl.int64)
+        return low, start.to(tl.int64), (slot - start // C - low) * C, tl.load(starts + low + 1).to(tl.int32) - start
     else:
-        begin = slot * C
-        number = b * tl.num_programs(0) + slot
-        return b, begin.to(tl.int64), tl.minimum(tokens - begin, C), number
+        return row, tl.cast(0, tl.int64), slot * C, tokens
+
+
+@triton.jit
+def place(starts, tokens, sequences, steps, C: tl.constexpr, PACKED: tl.constexpr):
+    """(row of the batch, first token, how many tokens, number) of the chunk of this program, on axes 0 and 2."""
+    slot, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    _, start, first, count = cut_of(starts, slot, tl.program_id(2), tokens, sequences, steps, C, PACKED)
+    return b, start + first, tl.minimum(count - first, C), b * tl.num_programs(0) + slot
 
 
 @triton.jit

@@ -7,7 +7,7 @@ A program has M heads of one token and a part of its list; parts are as many as 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn.contract import PagedTables
 from polyattn_triton import runtime  # first: it decides how Triton is imported
@@ -17,10 +17,13 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
+from polyattn_triton.hopper import latent as hopper  # isort: skip
 from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip
 from polyattn_triton.kernels.merge import merge  # isort: skip
+from polyattn_triton.kernels.room import TOO_LARGE, smaller, too_large  # isort: skip
 from polyattn_triton.kernels.rounding import cast  # isort: skip
 from polyattn_triton.kernels.splits import power_of_2  # isort: skip
+from polyattn_triton.records.tuned import LATENT  # isort: skip
 from polyattn_triton.kernels.rules import accumulate, dot, logits, natural_lse, scales, share  # isort: skip
 
 __all__ = ["attend", "parts_for"]
@@ -110,6 +113,10 @@ class Config(NamedTuple):
         return cls(some, warps=8 if some == 64 else 4)
 
 
+_SMALLER: dict[Any, Config] = {}
+"""What fits a device where the usual configuration does not."""
+
+
 def parts_for(device: torch.device, tokens: int, heads: int, topk: int) -> int:
     """Parts of a list: as many as give each processor work twice, of no fewer than LEAST tokens."""
     if not tokens or topk <= LEAST:
@@ -145,6 +152,9 @@ def attend(
         tokens = torch.arange(T, dtype=torch.int32, device=query.device)
         sequence_of = torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
         sequence_of.clamp_(max=max(page_table.shape[0] - 1, 0))
+    if config is None and scale > 0 and hopper.takes_listed(query, cache, out):
+        _on_hopper(query, cache, token_indices, page_table, sequence_of, scale, out, lse)
+        return
     rows, factors, rope = cache[..., :d_c], cache, cache[..., d_c:]
     if cache.dtype == torch.uint8:
         bytes_of_scales = d_c // GROUP.value * 4
@@ -155,18 +165,46 @@ def attend(
     if parts > 1:
         outs = query.new_empty(parts, T, heads, d_c, dtype=torch.float32)
         lses = query.new_empty(parts, T, heads, dtype=torch.float32)
-    some, keys, stages, warps = config or Config.of(heads)
-    each = triton.cdiv(triton.cdiv(topk, parts), keys) * keys
+    shape = (query.dtype, cache.dtype, heads, width, d_c, query.device)
+    config = config or _SMALLER.get(shape) or Config.of(heads)
+    while True:
+        some, keys, stages, warps = config
+        each = triton.cdiv(triton.cdiv(topk, parts), keys) * keys
+        try:
+            with runtime.device_of(query):
+                _attend[(T, triton.cdiv(heads, some), parts)](
+                    query, rows, factors, rope, page_table, sequence_of, token_indices, outs, lses,
+                    query.stride(0), query.stride(1), rows.stride(0), factors.stride(0), rope.stride(0),
+                    page_table.stride(0), token_indices.stride(0), outs.stride(0), outs.stride(1), outs.stride(2),
+                    0 if lses is None else lses.stride(0), topk, each, scales(scale, 0.0)[0],
+                    HEADS=heads, PAGE=cache.shape[1], D_C=d_c, D_R=width - d_c, ROW=rows.stride(1),
+                    SCALE_ROW=factors.stride(1), ROPE_ROW=rope.stride(1), M=some, N=keys, C=_power(d_c),
+                    R=_power(width - d_c), FP8=cache.dtype == torch.uint8, STAGES=stages, num_warps=warps,
+                )  # fmt: skip
+            break
+        except TOO_LARGE as error:
+            less = smaller(config, (("stages", 1), ("heads", 16), ("keys", 16)))
+            if less is None:
+                asked = (str(query.dtype).removeprefix("torch."), d_c, width - d_c, some, False)
+                raise too_large(LATENT, asked, query.device, error) from error
+            config = _SMALLER[shape] = less
+    if parts > 1 and lses is not None:
+        merge(outs, lses, out=out, lse=lse)
+
+
+def _on_hopper(
+    query: Tensor, cache: Tensor, token_indices: Tensor, page_table: Tensor, sequence_of: Tensor, scale: float,
+    out: Tensor, lse: Tensor | None,
+) -> None:  # fmt: skip
+    """By the kernel for Hopper, whose pieces of a list are its own."""
+    (T, heads, _), topk = query.shape, token_indices.shape[1]
+    parts = hopper.listed_parts(query.device, T, heads, topk)
+    outs, lses = out[None], None if lse is None else lse[None]
+    if parts > 1:
+        outs = query.new_empty(parts, T, heads, out.shape[2], dtype=torch.float32)
+        lses = query.new_empty(parts, T, heads, dtype=torch.float32)
     with runtime.device_of(query):
-        _attend[(T, triton.cdiv(heads, some), parts)](
-            query, rows, factors, rope, page_table, sequence_of, token_indices, outs, lses,
-            query.stride(0), query.stride(1), rows.stride(0), factors.stride(0), rope.stride(0), page_table.stride(0),
-            token_indices.stride(0), outs.stride(0), outs.stride(1), outs.stride(2),
-            0 if lses is None else lses.stride(0), topk, each, scales(scale, 0.0)[0],
-            HEADS=heads, PAGE=cache.shape[1], D_C=d_c, D_R=width - d_c, ROW=rows.stride(1), SCALE_ROW=factors.stride(1),
-            ROPE_ROW=rope.stride(1), M=some, N=keys, C=_power(d_c), R=_power(width - d_c),
-            FP8=cache.dtype == torch.uint8, STAGES=stages, num_warps=warps,
-        )  # fmt: skip
+        hopper.attend_listed(query, cache, page_table, sequence_of, token_indices, outs, lses, scales(scale, 0.0)[0])
     if parts > 1 and lses is not None:
         merge(outs, lses, out=out, lse=lse)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.contract import InvalidInputError, PagedTables, UnsupportedRequestError
-from polyattn.semantics.kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS
+from polyattn.semantics.kv_quant import FP4_BLOCK, MLA_BYTES, MLA_WIDTHS, latent_format
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
@@ -26,7 +26,7 @@ import triton.language as tl  # isort: skip
 from .launching import Repeated, repeated
 from .rounding import cast, e2m1_codes, e4m3_value, fp8_codes, int8_codes, native_fp8
 
-__all__ = ["Launched", "Writer", "write_kv", "write_latent"]
+__all__ = ["Launched", "Writer", "latent_parts", "write_kv", "write_latent"]
 
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _KINDS = {"auto": "copy", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2", "int8": "int8", "fp4_e2m1": "e2m1"}
@@ -337,29 +337,42 @@ def write_latent(
     """Store the latent rows of new tokens, in one launch.
 
     Args:
-        rows: [T, D_c + D_r]. cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656] for FP8 rows.
+        rows: [T, D_c + D_r]. cache: [pages, page_size, D_c + D_r], or rows in one of `kv_quant.LATENT_FORMATS`.
         cos, sin: [positions, R/2]: the last R numbers of a row are rotated. Others: as `write_kv`.
 
     Returns, raises:
         As `write_kv`.
     """
     runtime.check_device(rows.device)
-    packed = cache.dtype == torch.uint8
-    D = rows.shape[1]
-    if packed and (D, cache.shape[2]) != (MLA_WIDTHS[0], MLA_BYTES):
+    D, told = rows.shape[1], latent_format(cache, rows.shape[1])
+    if cache.dtype == torch.uint8 and (told is None or not told.takes((D, MLA_WIDTHS[1]))):
         raise InvalidInputError(
-            f"write_latent: FP8 rows hold {MLA_WIDTHS[0]} numbers in {MLA_BYTES} bytes; got {D} for {cache.shape[2]}"
+            f"write_latent: FP8 rows hold {MLA_WIDTHS[0]} numbers in {MLA_BYTES} bytes, FP4 rows a multiple of "
+            f"{FP4_BLOCK} in 9 bytes for each {FP4_BLOCK}; got {D} for {cache.shape[2]}"
         )
-    if packed and rows.dtype == torch.float64:
-        raise UnsupportedRequestError("write_latent: rows in float64 are not stored in FP8; give float32 or less")
+    if told is not None and rows.dtype == torch.float64:
+        raise UnsupportedRequestError(
+            f"write_latent: rows in float64 are not stored as {told.kv_dtype}; give float32 or less"
+        )
     start = 0 if cos is None else D - 2 * cos.shape[1]
-    if packed and cos is not None and start != MLA_WIDTHS[1]:
+    kind = "copy" if told is None else "latent" if told.kv_scales == "block128" else _KINDS[told.kv_dtype]
+    if kind == "latent" and cos is not None and start != MLA_WIDTHS[1]:
         raise InvalidInputError(f"write_latent: FP8 rows rotate {D - MLA_WIDTHS[1]} numbers, cos has {D - start}")
+    numbers, factors = latent_parts(cache, "" if told is None else told.kv_scales)
+    scales = "" if factors is None else "block16"
     return _launch(
-        rows.unsqueeze(1), None, cache.unsqueeze(2), None, tables, slots, page_size, False,
-        "latent" if packed else "copy", "", None, None, False, True, cos, sin, interleaved, positions, None, None,
-        start,
+        rows.unsqueeze(1), None, numbers.unsqueeze(2), None, tables, slots, page_size, False, kind, scales,
+        None if factors is None else factors.unsqueeze(2), None, factors is not None, True, cos, sin, interleaved,
+        positions, None, None, start,
     )  # fmt: skip
+
+
+def latent_parts(cache: Tensor, kv_scales: str) -> tuple[Tensor, Tensor | None]:
+    """A cache of latent rows as what a launch takes: of FP4 (block16) the numbers, and their scales, e4m3."""
+    if kv_scales != "block16":
+        return cache, None
+    half = cache.shape[-1] * 8 // 9  # of each 9 bytes the last is a scale
+    return cache[..., :half], cache[..., half:].view(torch.float8_e4m3fn)
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:

@@ -1,0 +1,107 @@
+"""The tokens of the highest scores: of each row the `topk` highest of those that its query sees.
+
+A program has SPAN scores of a row in registers and finds the least of the highest by its bits, from the first on: of
+each bit, are there `topk` scores with it set? Rows that are longer are halved at least in every launch: each program
+keeps `topk` of its span, and the next launch chooses among those.
+
+Floor: scores are read once, 4 bytes each, and the list is written once. Of 32 rows with 64k scores that is 8 MB, a few
+microseconds; the 32 counts of a program, each over all its warps, take about as long.
+"""
+
+from __future__ import annotations
+
+from polyattn_triton import runtime  # first: it decides how Triton is imported
+
+import torch  # isort: skip
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+from torch import Tensor  # isort: skip
+
+from polyattn.semantics.token_index import top_tokens as by_torch  # isort: skip
+
+__all__ = ["SPAN", "top_tokens"]
+
+SPAN = 16384
+"""Scores of a program, at most. Longer lists than half of it are torch's to make: no launch would leave fewer."""
+
+
+@triton.jit
+def _ordered(scores):
+    """Scores as uint32 in the same order; no number is the least of them, above 0."""
+    bits = tl.where(scores == scores, scores, float("-inf")).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit(do_not_specialize=["scores_row", "places_row", "count", "topk", "spans"])
+def _top(
+    scores, places, seen, kept_scores, kept_places, scores_row, places_row, count, topk, spans,
+    SPAN: tl.constexpr, LISTED: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
+    n = tl.arange(0, SPAN)
+    at = span * SPAN + n
+    if LISTED:
+        place = tl.load(places + row * places_row + at, mask=at < count, other=-1)
+        real = place >= 0
+    else:
+        place = at
+        real = at < tl.minimum(tl.load(seen + row), count)
+    raw = tl.load(scores + row * scores_row + at, mask=real, other=0.0)
+    key = tl.where(real, _ordered(raw), tl.full((SPAN,), 0, tl.uint32))
+    if tl.sum(real.to(tl.int32)) > topk:
+        least = tl.full((), 0, tl.uint32)
+        bit = tl.full((), 0x80000000, tl.uint32)
+        for _ in range(32):
+            higher = least | bit
+            if tl.sum((key >= higher).to(tl.int32)) >= topk:
+                least = higher
+            bit = bit >> 1
+    else:
+        least = tl.full((), 1, tl.uint32)
+    # Those above come first, then as many of the equal ones as there is room for: both counted in one number.
+    above = key > least
+    equal = real & (key == least)
+    both = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    total = tl.sum(above.to(tl.int32))
+    slot = tl.where(above, both & 0xFFFF, total + (both >> 16)) - 1
+    keep = (above | equal) & (slot < topk)
+    to = (row * spans + span) * topk
+    tl.store(kept_places + to + slot, place, mask=keep)
+    if not LAST:
+        tl.store(kept_scores + to + slot, raw, mask=keep)
+    # What is not there.
+    found = tl.minimum(total + tl.sum(equal.to(tl.int32)), topk)
+    for first in range(0, topk, SPAN):
+        tl.store(
+            kept_places + to + first + n, tl.full((SPAN,), -1, tl.int32), mask=(first + n >= found) & (first + n < topk)
+        )
+
+
+def top_tokens(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
+    """As `polyattn.contract.TokenLister`."""
+    rows, count = scores.shape
+    if 2 * topk > SPAN < count:
+        return by_torch(scores, seen, topk)
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    seen = seen.to(torch.int32)
+    span = min(max(triton.next_power_of_2(count), triton.next_power_of_2(topk), 128), SPAN)
+    places, listed = scores.new_empty(rows, topk, dtype=torch.int32), False
+    if not count:
+        return places.fill_(-1)
+    given, place = scores, places
+    with runtime.device_of(scores):
+        while rows:
+            spans = triton.cdiv(count, span)
+            found = places if spans == 1 else scores.new_empty(rows, spans * topk, dtype=torch.int32)
+            kept = scores if spans == 1 else scores.new_empty(rows, spans * topk)
+            _top[(rows, spans)](
+                given, place, seen, kept, found, given.stride(0), place.stride(0), count, topk, spans,
+                SPAN=span, LISTED=listed, LAST=spans == 1, num_warps=max(span // 1024, 4),
+            )  # fmt: skip
+            if spans == 1:
+                break
+            given, place, listed, count = kept, found, True, spans * topk
+    return places
