@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -182,3 +183,27 @@ def test_events_that_carry_text_are_those_of_transformers(text: str) -> None:
             mine, theirs = (json.loads(event.removeprefix("data: ")) for event in (found, want))
             assert mine.pop("created") <= theirs.pop("created")
             assert mine == theirs
+
+
+def test_news_that_wait_for_a_busy_event_loop_become_one_event() -> None:
+    from polyattn.integrations.transformers.server.app import _News
+    from polyattn.serving.engine.loop import Update
+
+    async def told() -> list[Any]:
+        one: list[Any] = []
+        other: list[Any] = []
+        news = _News(asyncio.get_running_loop())
+        failed, left = RuntimeError("a step"), {"tell": other.append}
+        for update in (Update([1]), Update([2, 3]), Update([], error=failed)):
+            news.hand([(one.append, update), (left["tell"], Update([9]))])
+        assert not one, "nothing is told on the engine's thread"
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert other == [Update([9, 9, 9])]
+        news.hand([(one.append, Update([4]))])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert one == [Update([1, 2, 3]), Update([], error=failed), Update([4])]
+        return one
+
+    asyncio.run(told())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import collections
 import contextlib
 import functools
 import io
@@ -211,13 +212,7 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        home = asyncio.get_running_loop()
-
-        def hand(news: list[tuple[Tell, Update]]) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to be told
-                home.call_soon_threadsafe(_tell_all, news)
-
-        loop.start(hand)
+        loop.start(_News(asyncio.get_running_loop()).hand)
         state.manager = manager
         yield
         await asyncio.to_thread(loop.close, drain)
@@ -269,12 +264,51 @@ def _anchored(form: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "start_anchor_pattern": f"(?:{begins})|\\A(?!(?s:.*)(?:{begins}))(?s:.*)\\Z"}
 
 
-def _tell_all(news: list[tuple[Tell, Update]]) -> None:
-    for tell, update in news:
-        try:
-            tell(update)
-        except Exception:  # noqa: BLE001 - one answer's: the others' are told
-            _log.exception("an answer could not be told")
+class _News:
+    """News on the way from an engine's thread to an event loop. While the loop is busy with news, those that come wait
+    and become one event for each answer: the slower the loop, the less it has to do.
+
+    Args:
+        home: the event loop.
+    """
+
+    def __init__(self, home: asyncio.AbstractEventLoop) -> None:
+        self._home, self._busy = home, False
+        self._waiting: collections.deque[tuple[Tell, Update]] = collections.deque()
+
+    def hand(self, news: list[tuple[Tell, Update]]) -> None:
+        """Take news, on the engine's thread."""
+        self._waiting.extend(news)
+        if not self._busy:
+            self._busy = True
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is there to be told
+                self._home.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        joined: dict[Tell, Update] = {}
+        while self._waiting:
+            tell, update = self._waiting.popleft()
+            if (before := joined.get(tell)) is not None and update.error is None:
+                update = Update(before.tokens + update.tokens, update.output)
+            elif before is not None:
+                _tell_one(tell, before)
+            joined[tell] = update
+        for tell, update in joined.items():
+            _tell_one(tell, update)
+        self._home.call_soon(self._again)  # behind the streams that these news have woken
+
+    def _again(self) -> None:
+        self._busy = False
+        if self._waiting:  # what came before that was left to this
+            self._busy = True
+            self._home.call_soon(self._tell)
+
+
+def _tell_one(tell: Tell, update: Update) -> None:
+    try:
+        tell(update)
+    except Exception:  # noqa: BLE001 - one answer's: the others' are told
+        _log.exception("an answer could not be told")
 
 
 Handler = Callable[[dict[str, Any], str], Awaitable[Response]]
