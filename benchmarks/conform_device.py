@@ -62,6 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="torch device (default: cuda)")
     parser.add_argument("--backends", default=",".join(BACKENDS), help=f"default: {','.join(BACKENDS)}")
     parser.add_argument("--dtypes", default="bfloat16,float16", help="default: bfloat16,float16")
+    parser.add_argument("--families", help="families to look at, such as linear (default: all)")
     parser.add_argument("--level", choices=("quick", "full"), default="quick")
     parser.add_argument("--per-row", type=int, help="combinations for each capability row and dtype")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes at once")
@@ -77,6 +78,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if given.resume and given.out is None:
         parser.error("--resume goes on with the result in --out: name that file too")
     return given
+
+
+def families(given: argparse.Namespace) -> list[str] | None:
+    """Those that are asked for; None = all."""
+    return given.families.split(",") if given.families else None
 
 
 # ------------------------------------------------------------------------------------------------- a worker process
@@ -103,6 +109,7 @@ def work(given: argparse.Namespace, backend: str, pipe: Connection, log: Path, i
         device=given.device,
         dtypes=given.dtypes.split(","),
         level=given.level,
+        families=families(given),
         per_row=given.per_row,
         only=dealt(),
         keep=lambda report, position: pipe.send(("ended", (position, report))),
@@ -341,7 +348,8 @@ def jobs(given: argparse.Namespace) -> list[Job]:
     found = []
     for backend in given.backends.split(","):
         target = Installed(backend, given.device)
-        cases = plan(target, dtypes=given.dtypes.split(","), level=given.level, per_row=given.per_row)
+        asked = {"dtypes": given.dtypes.split(","), "families": families(given)}
+        cases = plan(target, **asked, level=given.level, per_row=given.per_row)
         job = Job(backend, cases, target.info.compiles, deque(range(len(cases))))
         if backend in before:
             _same_machine(before[backend], target)

@@ -1,6 +1,6 @@
 """Linear attention timed beside flash-linear-attention and FlashInfer, in one run: prompts, decode, and gradients.
 
-    python benchmarks/linear.py --out linear.json       # on a GPU
+    python benchmarks/linear.py --json linear.json      # on a GPU
     python benchmarks/linear.py --small                 # on a CPU: that it runs
 
 Calls of one size are timed in rounds, in another order each; a time is the median over rounds. Every output is compared
@@ -10,18 +10,17 @@ single tokens writes over the state it is given, which is one of its own here.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import functools
 import importlib.metadata
 import itertools
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import report
 import torch
 from torch import Tensor
 
@@ -42,8 +41,8 @@ _BUSY = 4_000_000
 Row = Callable[[], Any]
 
 
-def tensors(method: str, B: int, T: int, heads: tuple[int, int], D: int, device: str) -> dict[str, Tensor]:
-    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+def tensors(method: str, B: int, T: int, heads: tuple[int, int], D: int, device: torch.device) -> dict[str, Tensor]:
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
     gates = (B, T, heads[1], D) if method == "kda" else (B, T, heads[1])
     return {
         "query": torch.randn(B, T, heads[0], D, **kind),
@@ -97,9 +96,9 @@ def flashinfer(method: str, given: dict[str, Tensor]) -> Row | None:
     return functools.partial(kernel, q, k, v, s.mT.contiguous(), **raw, **learned, use_qk_l2norm=False)
 
 
-def timed(run: Row, device: str) -> float:
+def timed(run: Row, device: torch.device) -> float:
     """Milliseconds of one call."""
-    if device == "cpu":
+    if device.type == "cpu":
         start = time.process_time()
         run()
         return 1000 * (time.process_time() - start)
@@ -112,7 +111,7 @@ def timed(run: Row, device: str) -> float:
     return first.elapsed_time(last)
 
 
-def measured(rows: dict[str, Row], device: str, rounds: int) -> dict[str, dict[str, float]]:
+def measured(rows: dict[str, Row], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     right: Tensor | None = None
     apart = {}
     for name, run in list(rows.items()):
@@ -142,19 +141,28 @@ def trained(run: Row, leaves: list[Tensor]) -> Row:
     return both
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """Milliseconds of each call, and how far from the first."""
+    names = list(dict.fromkeys(name for row in result["rows"].values() for name in row))
+    lines = [f"{report.caption(result)}.", "", f"| ms | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    for call, row in result["rows"].items():
+        cells = [f"{row[name]['ms']:.3f}" if name in row else "-" for name in names]
+        lines.append(f"| {call} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--small", action="store_true", help="sizes that a CPU computes in seconds")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--backends", default=",".join(BACKENDS), help=f"of polyattn (default: {','.join(BACKENDS)})")
-    parser.add_argument(
-        "--only", default="", help="calls whose names have this in them, such as `kda` or `forward and`"
-    )
-    asked = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() and not asked.small else "cpu"
+    parser.add_argument("--only", default="", help="calls with this in their names, such as `kda` or `forward and`")
+    asked = report.arguments(parser, markdown)
+    if asked is None:
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() and not asked.small else "cpu")
     heads, D, rounds = ((2, 4), 16, 3) if asked.small else ((16, 32), 128, ROUNDS)
-    found: dict[str, Any] = {}
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    rows: dict[str, Any] = {}
+    result = {**report.stamp("linear", device, **peers()), "rows": rows}
     for method, way, (size, (B, T)) in itertools.product(
         ("gdn", "kda"), ("forward", "forward and backward"), (SMALL if asked.small else SIZES).items()
     ):
@@ -165,20 +173,21 @@ def main() -> None:
         given = tensors(method, B, T, heads, D, device)
         leaves = [tensor.requires_grad_(trains) for tensor in given.values()]
         with torch.set_grad_enabled(trains):
-            rows = rows_of(method, given, asked.backends.split(","))
-            rows = {who: trained(run, leaves) for who, run in rows.items()} if trains else rows
-            found[name] = measured(rows, device, rounds)
-        print(f"{name}: " + ", ".join(f"{who} {f['ms']:.3f} ms" for who, f in found[name].items()), flush=True)
-        if asked.out is not None:
-            whole = {"device": where, "torch": torch.__version__, "triton": _version("triton"), "rows": found}
-            asked.out.write_text(json.dumps(whole, indent=1) + "\n")
+            found = rows_of(method, given, asked.backends.split(","))
+            found = {who: trained(run, leaves) for who, run in found.items()} if trains else found
+            rows[name] = measured(found, device, rounds)
+        print(f"{name}: " + ", ".join(f"{who} {f['ms']:.3f} ms" for who, f in rows[name].items()), flush=True)
+        report.save(result, asked.json)
+    report.finish(result, markdown, asked.json)
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def peers() -> dict[str, str]:
+    """Versions of the libraries beside us that are here."""
+    found = {}
+    for name in ("fla-core", "flashinfer-python"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ def test_every_method_shows_a_map(run: Run, method: str) -> None:
     assert f"layer 0: 1 call, {method}" in found.out
 
 
+def test_a_method_has_a_short_name(run: Run) -> None:
+    words = ("--grid", "4,8,8", "--json")
+    assert run("video-map", "vsa", *words).data == run("video-map", "video_sparse_attn", *words).data
+
+
 def test_layers_take_turns_and_steps_are_dense(run: Run) -> None:
     words = ("video-map", "vmoba_attn", "--grid", "4,8,12", "--json")
     temporal, spatial = (run(*words, "--layer", layer).data for layer in ("0", "1"))

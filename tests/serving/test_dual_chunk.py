@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import polyattn
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.serving import (
     AttentionBackend,
@@ -21,7 +22,8 @@ from polyattn.serving import (
     PageAllocator,
     RequestTable,
 )
-from polyattn.serving.dual_chunk import DualChunk
+from polyattn.serving.attention import chunk_calls
+from polyattn.serving.dual_chunk import PARTS, DualChunk
 
 CHUNKS = DualChunk(12, 4, 20)  # 8 tokens a chunk, logits grow from 20 tokens on
 H, H_KV, D, LONGEST = 4, 2, 8, 64
@@ -152,6 +154,29 @@ def test_recorded_decode_steps() -> None:
     world.check(world.step(ForwardMode.EXTEND, {a: 6, b: 14}))
     for _ in range(12):
         world.check(world.step(ForwardMode.DECODE, {a: 1, b: 1}, recorded=True))
+
+
+def test_parts_are_merged_by_the_kernel_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged: list[int] = []
+
+    class Ops:
+        @staticmethod
+        def merge_parts(outs: list[Tensor], lses: list[Tensor], *, out: Tensor, lse: Tensor) -> None:
+            merged.append(len(outs))
+            found = polyattn.merge(outs, lses, layout="THD")
+            out.copy_(found[0])
+            lse.copy_(found[1])
+
+    generator = torch.Generator().manual_seed(3)
+    outs = [torch.randn(5, H, D, generator=generator).bfloat16() for _ in PARTS]
+    lses = [torch.randn(5, H, generator=generator) for _ in PARTS]
+    wanted = chunk_calls._merged(outs, lses)
+    monkeypatch.setattr(chunk_calls, "device_ops", lambda device_type: Ops())
+    doubles = [[tensor.double() for tensor in tensors] for tensors in (outs, lses)]
+    assert torch.equal(chunk_calls._merged(outs, lses), wanted)
+    assert merged == [3]
+    chunk_calls._merged(*doubles)
+    assert merged == [3], "numbers of 64 bits are core's"
 
 
 def test_explain_says_what_is_run() -> None:

@@ -11,7 +11,7 @@ import transformers
 from polyattn.contract import Keep
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.integrations.transformers.serving import CausalLMRunner
-from polyattn.semantics.token_index import index_scores, unpack_index
+from polyattn.semantics.token_index import index_scores, top_tokens, unpack_index
 from polyattn.serving import (
     AttentionBackend,
     AttentionLayer,
@@ -169,11 +169,24 @@ class Scorer:
         return scores
 
 
+class Lister(Scorer):
+    """One that lists the tokens too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = 0
+
+    def top_tokens(self, scores: Any, seen: Any, topk: int) -> Any:
+        assert (scores.ndim, scores.dtype, seen.shape) == (2, torch.float32, scores.shape[:1])
+        self.listed += len(scores)
+        return top_tokens(scores, seen, topk)
+
+
 @pytest.mark.parametrize("room", [2**26, 100])
 @pytest.mark.parametrize("keep", [Keep("index", "token", (16,), "float32"), Keep("index", "token", (20,), "uint8")])
 def test_scores_by_the_kernels_of_a_package(keep: Keep, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for scorer in (None, Scorer()):
+    found, lister = [], Lister()
+    for scorer in (None, Scorer(), lister):
         monkeypatch.setattr(lists, "device_ops", lambda _, scorer=scorer: scorer)
         monkeypatch.setattr(lists, "_ROOM", room)
         torch.manual_seed(0)
@@ -191,8 +204,9 @@ def test_scores_by_the_kernels_of_a_package(keep: Keep, room: int, monkeypatch: 
             attention._lists.write(layer, index)
             found.append(attention._lists.of(layer, index).sort(1).values)
         assert scorer is None or scorer.calls >= 2
-    for own, other in zip(found[:2], found[2:], strict=True):
+    for own, other in zip(2 * found[:2], found[2:], strict=True):
         assert torch.equal(own, other)
+    assert lister.listed == 21 + 3 + 2
 
 
 def test_a_layer_without_lists_before_it() -> None:

@@ -84,6 +84,21 @@ def test_fla_has_other_kernels_for_single_tokens_unless_they_train(
     assert [call.name for call in library.calls] == [kernel]
 
 
+def test_fla_without_an_argument_that_a_call_has_is_refused_before_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    fla.library().install(monkeypatch)
+
+    def older(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any, initial_state: Any, output_final_state: Any,
+        use_qk_l2norm_in_kernel: Any, state_v_first: Any, cu_seqlens: Any, use_gate_in_kernel: Any,
+        use_beta_sigmoid_in_kernel: Any, A_log: Any, dt_bias: Any,
+    ) -> None: ...  # fmt: skip
+
+    monkeypatch.setattr("fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule", older)
+    FLA.bind(**RAW)
+    with pytest.raises(BackendUnavailableError, match="takes no 'allow_neg_eigval', which a beta up to 2 needs"):
+        FLA.bind(**RAW, beta_range=2)
+
+
 def test_flashinfer_is_given_decays_and_not_their_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
     library = flashinfer_gdn.library().install(monkeypatch)
     given = tensors(2, 3)

@@ -67,10 +67,10 @@ def test_what_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> N
     tables = PagedTables(table, torch.ones(2, dtype=torch.int32), starts, 1, 1)
     given = (torch.zeros(2, 64, 32), torch.zeros(1, PAGE, 32), torch.zeros(2, 4, dtype=torch.int32))
     asked = {"tables": tables, "scale": 1.0, "out": torch.empty(2, 64, 24), "lse": None, "parts": 1}
-    room = 32 * 32
+    room = 16 * 32 * 2
     for _ in range(2):
         listed.attend(*given, **asked)
-    assert launched == [64 * 32 * 2, 64 * 32, 32 * 32, 32 * 32], "what fitted is kept"
+    assert launched == [64 * 32 * 2, 32 * 32 * 2, room, room], "what fitted is kept"
     room = 0
     with pytest.raises(UnsupportedRequestError, match="float32"):
         listed.attend(*given, **asked)

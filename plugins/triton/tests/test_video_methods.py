@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import polyattn
 from polyattn.contract import Like
+from polyattn.methods import bound
+from polyattn.methods.video import rows as tokens_in_blocks
 from polyattn.methods.video.sla import SLA, sla_reference, top_blocks
 from polyattn.methods.video.svg2 import clustered_attention
 from polyattn.methods.video.vmoba import VMoBA, chunk_scores, chunks_of, select_chunks, vmoba_mask
+from polyattn.testing import Installed
+from polyattn.testing.checks import run_case
+from polyattn.testing.families import METHODS
+from polyattn.testing.placed_cases import placed_cases
 from polyattn.video import Place
+from polyattn_triton.device_ops import BlockOps
 
 from .test_metadata import DEVICE
 
@@ -92,3 +100,22 @@ def test_clusters_of_unequal_sizes() -> None:
     out = clustered_attention(q, k, v, rows, keys, seen, INNER)
     mask = seen.gather(2, rows[..., None].expand(-1, -1, -1, 4)).gather(3, keys[:, :, None].expand(-1, -1, 150, -1))
     torch.testing.assert_close(out, under_mask(q, k, v, mask), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "sage_sla_attn"])  # it has a kernel of its own
+def test_the_kit_finds_nothing_in_methods_by_these_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU other kernels serve the calls of methods, and nobody moves tokens in blocks: here these do."""
+    served = []
+
+    def ours(device: str) -> BlockOps:
+        served.append(device)
+        return BlockOps()
+
+    monkeypatch.setattr(bound, "_AUTOMATIC", ("triton", "", ""))
+    monkeypatch.setattr(tokens_in_blocks, "block_ops", ours)
+    target = Installed(name, DEVICE)
+    strided, trained = placed_cases(name, target.rows, target.facts, ["float32"])[3:5]
+    for case in (strided, trained) if name in ("video_sparse_attn", "sla_attn") else (strided,):
+        outcome = run_case(target, case)
+        assert not outcome.findings, str(outcome)
+    assert served or name == "window_video_attn"

@@ -42,6 +42,7 @@ def script() -> ModuleType:
 def test_run(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     words = ["--device", "cpu", "--backends", "torch_native", "--dtypes", "float16", "--per-row", "1", "--workers", "1"]
+    words += ["--families", "linear"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words, "--out", str(result)], capture_output=True, text=True, check=False
     )
@@ -51,8 +52,8 @@ def test_run(tmp_path: Path) -> None:
     assert {"device", "date", "versions", "seconds", "level"} <= set(data)
     found = data["backends"]["torch_native"]
     assert found["passed"] > 0
-    assert found["refused"] > 40
-    assert found["dtypes"] == ["float16"]
+    assert found["refused"] > 5
+    assert (found["dtypes"], found["families"]) == (["float16"], ["linear"])
     assert found["margins"]
     assert found["digest"]
     assert found["left"] == []

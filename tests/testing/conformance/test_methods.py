@@ -12,6 +12,7 @@ from torch import Tensor
 
 import polyattn
 from polyattn.methods.video import rows, sla, sta, svg2, tiles, vmoba, vsa, window
+from polyattn.registry.evidence import KEYS
 from polyattn.selection.overrides import current_settings
 from polyattn.testing import Case, Installed, plan
 from polyattn.testing.checks import run_case
@@ -48,6 +49,7 @@ def test_places_of_all_kinds_are_drawn(name: str) -> None:
     assert {bool(place.text[0]) for place in places} == {bool(place.text[1]) for place in places} == {False, known.text}
     assert any(len({branch for _, branch in place.points}) == 2 for place in places)
     assert any(place.full for place in places)
+    assert max(case.longest[1] for case in found) >= KEYS["hardware"]  # less of it would be no evidence
     assert {case.request.layout for case in found} == {"BSHD", "BHSD"}
     assert {len(case.lengths) for case in found} == {1, 2}
     assert {case.request.heads // case.request.kv_heads for case in found} == {1, 4}

@@ -15,6 +15,7 @@ import typer
 from ..errors import BackendUnavailableError, ConfigError
 from ..methods.video.records import PORTABLE
 from .options import Json
+from .questions import VIDEO
 from .rendering import answer, show_json
 from .request_flags import one_of
 
@@ -37,7 +38,9 @@ _INK = {"none": (232, 232, 232), "seen": (38, 110, 170), "query": (240, 120, 20)
 
 
 def video_map(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help=f"One of {', '.join(METHODS)}.")],
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help=f"One of {', '.join(METHODS)}; or {', '.join(VIDEO)}.")
+    ],
     grid: Annotated[
         str, typer.Option(metavar="T,H,W", help=f"Tokens along time, height and width, {MOST:,} in all at most.")
     ] = "8,12,16",
@@ -68,6 +71,7 @@ def video_map(
     The method runs on this machine's CPU, on inputs in which neighbours are alike, and every weight that it gives is
     looked at. A coarse or a linear branch is left out: the map is of what is attended to exactly.
     """
+    method = VIDEO.get(method, method)
     one_of("METHOD", method, METHODS)
     sizes = _numbers("--grid", grid, 3, least=1)
     front, back = _numbers("--text", text, 2)

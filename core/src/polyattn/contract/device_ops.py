@@ -13,18 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "WRITTEN",
-    "BlockOps",
-    "DeviceOps",
-    "RowsWriter",
-    "StepTables",
-    "StepView",
-    "StepWriter",
-    "TailedConv",
-    "TokenLister",
-    "TokenScorer",
-]
+__all__ = ["WRITTEN", "BlockOps", "DeviceOps", "RowsWriter", "StepTables", "StepView", "StepWriter", "TailedConv"]
+__all__ += ["TokenLister", "TokenScorer"]
 
 WRITTEN = ("cu_seqlens_k", "page_counts", "kv_indptr", "kv_indices", "last_page_len")
 """Views of a `Step` that a `StepWriter` writes beside its page_table and seq_lens."""
@@ -197,14 +187,9 @@ class BlockOps(Protocol):
         """
 
     def scatter(
-        self,
-        rows: Tensor,
-        places: Tensor,
-        *,
-        gate: Tensor | None = None,
-        coarse: Tensor | None = None,
+        self, rows: Tensor, places: Tensor, *, gate: Tensor | None = None, coarse: Tensor | None = None,
         owners: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Brings rows back to their tokens, and adds what is one row for a block.
 
         Args:

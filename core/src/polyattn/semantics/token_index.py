@@ -52,7 +52,7 @@ def top_tokens(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
     hidden = places >= seen[..., None]
     # A score that is no number is a token's like any other, and below all of them.
     finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min, neginf=torch.finfo(scores.dtype).min)
-    best = finite.masked_fill(hidden, -torch.inf).topk(min(topk, scores.shape[-1]), -1)
+    best = finite.masked_fill(hidden, -torch.inf).topk(min(topk, scores.shape[-1]), -1, sorted=False)
     found = best.indices.to(torch.int32).masked_fill_(best.values.isneginf(), -1)
     return torch.nn.functional.pad(found, (0, topk - found.shape[-1]), value=-1)
 

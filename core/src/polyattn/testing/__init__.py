@@ -31,8 +31,10 @@ _WHERE = {
     "Family": "families",
     "Finding": "tolerances",
     "Installed": "calls",
+    "METHODS": "families",
     "OffChip": "calls",
     "Outcome": "checks",
+    "PlacedCalls": "families",
     "RELATIVE_L2": "tolerances",
     "Report": "report",
     "Target": "calls",
@@ -60,7 +62,9 @@ if TYPE_CHECKING:
     from .declaring import Asked as Asked
     from .declaring import AttentionRecords as AttentionRecords
     from .families import FAMILIES as FAMILIES
+    from .families import METHODS as METHODS
     from .families import Family as Family
+    from .families import PlacedCalls as PlacedCalls
     from .generation import generate as generate
     from .negative import Control as Control
     from .negative import controls as controls

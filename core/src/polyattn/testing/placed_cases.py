@@ -29,7 +29,8 @@ _WAYS: tuple[Mapping[str, Any], ...] = (
 )
 """Each with the next options of a method. What a row or a method does not take is left out."""
 
-_HEAD_DIM = 64
+_LONG = (9, 8, 16)
+"""A grid of more tokens than a kernel reads at once. It has whole chunks of V-MoBA, and tiles that are not whole."""
 
 
 def placed_cases(name: str, rows: Sequence[Row], facts: Mapping[str, Any], dtypes: Sequence[str]) -> list[Case]:
@@ -51,7 +52,9 @@ def _of_row(name: str, known: PlacedCalls, row: Row, fixed: Mapping[str, Any]) -
     for number, way in enumerate(_WAYS):
         options = known.choices[number % len(known.choices)]
         yield from _case(name, known, row, fixed, way, options, layer=number % 3)
-    yield from _case(name, known, row, fixed, {**_WAYS[0], "batch": 1}, known.dense, full=True)
+    if known.dense is not None:
+        yield from _case(name, known, row, fixed, {**_WAYS[0], "batch": 1}, known.dense, full=True)
+    yield from _case(name, known, row, fixed, {}, known.choices[0], layer=2, grid=_LONG)
 
 
 def _case(
@@ -66,24 +69,16 @@ def _case(
     text = way.get("text", (0, 0)) if known.text else (0, 0)
     valid = way.get("valid_text") if known.text and known.padding else None
     points = way.get("points", Placed.points)
-    place = Placed(
-        method=name, grid=known.grid, text=text, valid_text=valid, points=points,
-        options=tuple(sorted(options.items())), **more,
-    )  # fmt: skip
+    placed = {"grid": known.grid, "text": text, "valid_text": valid, "points": points, **more}
+    place = Placed(method=name, options=tuple(sorted(options.items())), **placed)
     asked = {field: way[field] for field in ("group", "scale", "grad", "graph_capture") if field in way}
     asked = {field: value for field, value in asked.items() if value in inside(field, row)}
     if "graph_capture" in way and "graph_capture" not in asked:
         return
-    request = request_of(
-        {
-            **fixed,
-            **asked,
-            "head_dim": _HEAD_DIM,
-            "place": True,
-            "s_relation": "equal",
-            "layout": way.get("layout", "BSHD"),
-        }
-    )
+    # The first is 64 where a row takes it.
+    width, *_ = *inside("head_dim", row), 0
+    asked |= {"head_dim": width, "place": True, "s_relation": "equal", "layout": way.get("layout", "BSHD")}
+    request = request_of({**fixed, **asked})
     tokens = math.prod(place.grid) + sum(text)
     case = Case(
         request=request, lengths=((tokens, tokens),) * way.get("batch", 1), place=place,

@@ -28,14 +28,15 @@ from .times import Lengths, Measured
 
 __all__ = ["Model", "Rates", "rates_of"]
 
-_POINTS, _LEAST = 12, 10
+_POINTS, _LEAST = 12, 5
 """Measurements that a prediction is made of; a group of requests with fewer than the second is not predicted."""
 _REACH = 0.5
 """Distance in which the weight of a measurement falls by e. Distances are about octaves, see `_place`."""
 _LIGHT = 0.02
 """Measurements of less weight beside the nearest are left out."""
-_FARTHEST = 4.0
-"""A request that is farther than this from all that was measured is not predicted."""
+_FARTHEST, _FARTHEST_OF_FEW = 4.0, 3.0
+"""A request that is farther than this from all that was measured is not predicted; the second where that is less than
+`_POINTS`."""
 _GRID = 16
 """Most lengths that are looked at where those of the calls are not known."""
 _LAUNCH = 5.0
@@ -187,7 +188,8 @@ class Model:
         offs = list(map(math.dist, places, itertools.repeat(here)))
         order = sorted(range(len(offs)), key=offs.__getitem__)[:_POINTS]
         nearest = offs[order[0]]
-        if nearest > _FARTHEST or all(points[i].flags[0] != flags[0] for i in order):
+        farthest = _FARTHEST if len(points) >= _POINTS else _FARTHEST_OF_FEW
+        if nearest > farthest or all(points[i].flags[0] != flags[0] for i in order):
             return None
         total, base, count = 0.0, 0.0, 0
         beside: dict[str, tuple[float, float]] = {}
@@ -296,14 +298,14 @@ def _place(request: AttentionRequest, lengths: Lengths, rates: Rates) -> _Placed
         2.0 * (s_q == 1),
     )
     sizes = (
-        0.5 * log2(bound),
+        0.35 * log2(bound),
         0.3 * max(min(log2(compute / memory), 3.0), -6.0),
         max(min(log2(tiles / rates.units), 4.0), -6.0),
         log2(dim),
         float(dim & (dim - 1) != 0),
         0.7 * log2(group),
         0.5 * (not log2(group).is_integer()),
-        0.5 * log2(s_q),
+        0.8 * log2(s_q),
         0.5 * log2(s_k),
         0.3 * (request.layout == "BHSD"),
         0.1 * log2(max(page, 16)),

@@ -23,12 +23,13 @@ _KERNELS = {
     "gdn": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda", "fused_recurrent_kda"),
 }
-_NEEDS = {
-    **dict.fromkeys(("scale", "initial_state", "output_final_state", "cu_seqlens"), "every call"),
+_WHAT_FOR = {
     "use_qk_l2norm_in_kernel": "queries and keys of length 1",
     "state_v_first": "the layout of a state",
+    **dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "A_log", "dt_bias"), "raw gates"),
+    "allow_neg_eigval": "a beta up to 2",
 }
-_RAW = dict.fromkeys(("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel"), "raw gates")
+"""What arguments are for that not every kernel may have."""
 
 
 class FLA:
@@ -37,15 +38,25 @@ class FLA:
     def bind(self, request: AttentionRequest) -> Bound:
         module, chunks, tokens = _KERNELS[request.method]
         recurrent = request.s_relation == "one" and not request.grad
-        kernel = load(
-            FLA_LIBRARY, f"{module}:{tokens if recurrent else chunks}", {**_NEEDS, **_RAW} if recurrent else _NEEDS
-        )
         fixed: dict[str, Any] = {
             "scale": request.softmax_scale,
             "output_final_state": True,
             "use_qk_l2norm_in_kernel": request.qk_norm,
             "state_v_first": request.state_layout == "VK",
         }
+        if request.raw_gates:
+            fixed |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+            fixed |= {"allow_neg_eigval": True} if request.beta_range == 2 else {}
+        names = (
+            *fixed,
+            "g",
+            "beta",
+            "initial_state",
+            "cu_seqlens",
+            *(("A_log", "dt_bias") if request.raw_gates else ()),
+        )
+        needs = {name: _WHAT_FOR.get(name, "every call") for name in names}
+        kernel = load(FLA_LIBRARY, f"{module}:{tokens if recurrent else chunks}", needs)
 
         def forward(
             query: Tensor,
@@ -62,15 +73,12 @@ class FLA:
             out: Tensor | None = None,
         ) -> tuple[Tensor, Tensor]:
             """`polyattn.contract.LinearForward`."""
-            given = fixed
+            learned: dict[str, Any] = {}
             if a_log is not None:
-                bias = None if dt_bias is None else dt_bias.flatten()
-                raw = {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": bias}
-                both = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": request.beta_range == 2}
-                given = {**fixed, **raw, **both}
+                learned = {"A_log": a_log, "dt_bias": None if dt_bias is None else dt_bias.flatten()}
             starts = None if cu_seqlens is None else cu_seqlens.long()
             result, last = kernel(
-                query, key, value, g=gate, beta=beta, initial_state=state, cu_seqlens=starts, **given
+                query, key, value, g=gate, beta=beta, initial_state=state, cu_seqlens=starts, **fixed, **learned
             )  # fmt: skip
             return (result if out is None else out.copy_(result)), last
 

@@ -64,7 +64,7 @@ class PlacedCalls(Dense):
 
     Attributes:
         grid: of all cases. text, padding: whether a place may have text, and some of it be padding.
-        choices: options to try. dense: options with which the method is dense attention.
+        choices: options to try. dense: options with which the method is dense attention, None = it never is.
         untried: what no case tries, each as a sentence.
         defaults: the method's options, which a case changes.
     """
@@ -77,7 +77,7 @@ class PlacedCalls(Dense):
     text: ClassVar[bool] = True
     padding: ClassVar[bool] = True
     choices: ClassVar[tuple[Mapping[str, Any], ...]]
-    dense: ClassVar[Mapping[str, Any]]
+    dense: ClassVar[Mapping[str, Any] | None] = None
     defaults: ClassVar[Mapping[str, Any]] = {}
     untried: ClassVar[tuple[str, ...]] = ()
 

@@ -27,9 +27,12 @@ __all__ = ["GDN"]
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 
-_CHUNK = ("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens")
-_TOKEN = ("state", "A_log", "a", "dt_bias", "b", "scale", "use_qk_l2norm", "initial_state", "initial_state_indices")
-_DRAFTS = ("initial_state_indices", "intermediate_states_buffer", "disable_state_update", "use_qk_l2norm")
+_CHUNK = (
+    "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens", "use_qk_l2norm_in_kernel",
+)  # fmt: skip
+_RAW = ("q", "k", "v", "A_log", "a", "dt_bias", "b", "scale", "use_qk_l2norm", "initial_state", "initial_state_indices")
+_TOKEN = (*_RAW, "state")
+_DRAFTS = (*_RAW, "intermediate_states_buffer", "disable_state_update")
 _BIASES = (torch.float32, torch.bfloat16)
 
 

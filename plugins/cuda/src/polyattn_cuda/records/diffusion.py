@@ -221,6 +221,7 @@ SLIDING_TILE = portable(
     Provider("fastvideo-kernel", (STA_ROW,), requires=(FASTVIDEO,)),
     to="fa",
     upstream="https://github.com/hao-ai-lab/FastVideo",
+    note="st-attn and fastvideo-kernel have windows on three grids alone, and are planned: docs/video.md",
 )
 
 VSA_ROW = row(when=PLACED, **SPARSE, dtype="bfloat16", head_dim=(64, 128), grad=TRAINABLE)

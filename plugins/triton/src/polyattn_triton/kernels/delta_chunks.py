@@ -32,12 +32,12 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.choices import architecture
-from polyattn_triton.kernels.linear_recurrent import log_decay, sigmoid
+from polyattn_triton.kernels.linear_recurrent import log_decay, sequence, sigmoid
 from polyattn_triton.kernels.room import shared_memory
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
 
-__all__ = ["Cut", "Prepared", "chunk_of", "cut_of", "level", "numbers", "place", "prepare", "through"]
+__all__ = ["Cut", "Prepared", "chunk_of", "cut_of", "level", "matrices", "numbers", "place", "prepare", "through"]
 
 
 @triton.jit
@@ -205,6 +205,15 @@ def _prepare(
         tl.store(inverse + at, cast(_inverse(near, C, LEVELS, half), dtype), mask=inside[:, None])
 
 
+@triton.jit
+def matrices(inverse, seen, betas, token, inside, head, heads: tl.constexpr, C: tl.constexpr):
+    """The inverse, P and betas of a chunk: what `prepare` wrote of these tokens."""
+    square = (token[:, None] * heads + head) * C + tl.arange(0, C)[None, :]
+    X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
+    P = tl.load(seen + square, mask=inside[:, None], other=0.0)
+    return X, P, tl.load(betas + token * heads + head, mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=["tokens", "chunks", "size", "scale"])
 def _through(
     query, key, value, inverse, seen, sums, betas, norms, rows, ends, starts, slots, state, out, last, fresh, states,
@@ -222,11 +231,8 @@ def _through(
     i, d, e = tl.arange(0, C), tl.arange(0, K), tile * N + tl.arange(0, N)
     in_d, in_e = d < D, e < D_V
     both = in_d[:, None] & in_e[None, :]
-    row, begin, count, number = n, n * 0, tokens, n * chunks
-    if PACKED:
-        row, begin = n * 0, tl.load(starts + n).to(tl.int64)
-        count = (tl.load(starts + n + 1) - begin).to(tl.int32)
-        number = begin // C + n
+    row, begin, count = sequence(starts, n, tokens, PACKED)
+    number = begin // C + n if PACKED else n * chunks
     slot = n
     if SLOTS:
         slot = tl.load(slots + n).to(tl.int64)
@@ -260,10 +266,7 @@ def _through(
             k = tl.load(keys + at[:, None] * k_step, mask=wide, other=0.0)
             q = tl.load(queries + at[:, None] * q_step, mask=wide, other=0.0)
             v = tl.load(values + t[:, None] * v_t, mask=there, other=0.0)
-            square = (token[:, None] * heads + head) * C + i[None, :]
-            X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
-            P = tl.load(seen + square, mask=inside[:, None], other=0.0)
-            weight = tl.load(betas + token * heads + head, mask=inside, other=0.0)
+            X, P, weight = matrices(inverse, seen, betas, token, inside, head, heads, C)
             now = cast(held, dtype)
             known, found = dot(k, now), dot(q, now)
             before, after = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)

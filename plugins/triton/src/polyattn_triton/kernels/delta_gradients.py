@@ -23,7 +23,18 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from polyattn_triton.kernels.delta_chunks import Cut, Prepared, cut_for, level, near_blocks, numbers, place, through
+from polyattn_triton.kernels.delta_chunks import (
+    Cut,
+    Prepared,
+    cut_for,
+    level,
+    matrices,
+    near_blocks,
+    numbers,
+    place,
+    through,
+)
+from polyattn_triton.kernels.linear_recurrent import sequence
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
 
@@ -47,11 +58,8 @@ def _returned(
     i, d, e = tl.arange(0, C), tl.arange(0, K), tile * N + tl.arange(0, N)
     in_d, in_e = d < D, e < D_V
     both = in_d[:, None] & in_e[None, :]
-    row, begin, count, number = n, n * 0, tokens, n * chunks
-    if PACKED:
-        row, begin = n * 0, tl.load(starts + n).to(tl.int64)
-        count = (tl.load(starts + n + 1) - begin).to(tl.int32)
-        number = begin // C + n
+    row, begin, count = sequence(starts, n, tokens, PACKED)
+    number = begin // C + n if PACKED else n * chunks
     dtype: tl.constexpr = query.dtype.element_ty
     states_at = n * l_n + head * l_h + d[:, None] * l_k + e[None, :] * l_v
     held = tl.load(dlast + states_at, mask=both, other=0.0).to(tl.float32)
@@ -76,10 +84,7 @@ def _returned(
         own = (token[:, None] * heads + head) * D_V + e[None, :]
         do = tl.load(dout + own, mask=there, other=0.0)
         u = tl.load(fresh + own, mask=there, other=0.0)
-        square = (token[:, None] * heads + head) * C + i[None, :]
-        X = tl.load(inverse + square, mask=inside[:, None], other=0.0)
-        P = tl.load(seen + square, mask=inside[:, None], other=0.0)
-        weight = tl.load(betas + token * heads + head, mask=inside, other=0.0)
+        X, P, weight = matrices(inverse, seen, betas, token, inside, head, heads, C)
         now = cast(held, dtype)
         tl.store(dstates + (((number + c) * heads + head) * D + d[:, None]) * D_V + e[None, :], now, mask=both)
         if KDA:

@@ -18,7 +18,7 @@ import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.rounding import cast
 
-__all__ = ["log_decay", "recurrent", "sigmoid", "unit"]
+__all__ = ["log_decay", "recurrent", "sequence", "sigmoid", "unit"]
 
 _TILE = 4096
 """Numbers of a state that a program holds."""
@@ -46,6 +46,16 @@ def unit(x):
     return x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
 
 
+@triton.jit
+def sequence(starts, n, tokens, PACKED: tl.constexpr):
+    """(row of the batch, first token in it, tokens) of a sequence. Packed ones lie behind each other in row 0."""
+    if PACKED:
+        begin = tl.load(starts + n).to(tl.int64)
+        return n * 0, begin, (tl.load(starts + n + 1) - begin).to(tl.int32)
+    else:
+        return n, n * 0, tokens
+
+
 @triton.jit(do_not_specialize=["tokens", "scale", "bound", "beta_range"])
 def _recurrent(
     query, key, value, gate, beta, a_log, dt_bias, state, slots, parents, starts, out, last,
@@ -60,11 +70,7 @@ def _recurrent(
     d, e = tl.arange(0, K), tile * N + tl.arange(0, N)
     in_d, in_e = d < D, e < D_V
     both = in_d[:, None] & in_e[None, :]
-    # Packed sequences lie behind each other in row 0.
-    row, begin, count = n, n * 0, tokens
-    if PACKED:
-        row, begin = n * 0, tl.load(starts + n).to(tl.int64)
-        count = (tl.load(starts + n + 1) - begin).to(tl.int32)
+    row, begin, count = sequence(starts, n, tokens, PACKED)
     slot = n
     if SLOTS:
         slot = tl.load(slots + n).to(tl.int64)

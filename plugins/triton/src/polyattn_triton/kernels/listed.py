@@ -183,7 +183,7 @@ def attend(
                 )  # fmt: skip
             break
         except TOO_LARGE as error:
-            less = smaller(config, (("stages", 1), ("heads", 16), ("keys", 16)))
+            less = smaller(config, (("heads", 16), ("keys", 16), ("stages", 1)))
             if less is None:
                 asked = (str(query.dtype).removeprefix("torch."), d_c, width - d_c, some, False)
                 raise too_large(LATENT, asked, query.device, error) from error

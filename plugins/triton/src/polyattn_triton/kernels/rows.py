@@ -163,14 +163,12 @@ def integers(x):
     return tl.where(bits < 0, bits ^ 2147483647, bits)
 
 
-@triton.jit(do_not_specialize=["count", "kept"])
-def _top(scores, chosen, count, kept, WIDE: tl.constexpr):
-    """The `kept` highest of one row. Numbers are compared as integers, whose range is halved until it is found."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    # What is behind the end is below everything, and last among its equals.
-    ordered = integers(tl.load(scores + row * count + i, mask=i < count, other=float("-inf")))
-    # A limit that exactly `kept` reach, or else the number of the last of them: halving ends early as a rule.
-    low, high = tl.min(ordered, 0).to(tl.int64), tl.max(ordered, 0).to(tl.int64)
+@triton.jit
+def limit(ordered, low, high, count, kept):
+    """What exactly `kept` of `count` numbers from `low` to `high` reach, or else the last of the highest, and how many
+    are known to reach it. `kept` is at most `count`."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    # Halving ends early as a rule.
     enough = count
     while (low < high) & (enough != kept):
         middle = (low + high + 1) >> 1
@@ -178,7 +176,16 @@ def _top(scores, chosen, count, kept, WIDE: tl.constexpr):
         enough = tl.where(reached >= kept, reached, enough)
         low = tl.where(reached >= kept, middle, low)
         high = tl.where(reached >= kept, high, middle - 1)
-    least = low.to(tl.int32)
+    return low.to(tl.int32), enough
+
+
+@triton.jit(do_not_specialize=["count", "kept"])
+def _top(scores, chosen, count, kept, WIDE: tl.constexpr):
+    """The `kept` highest of one row. Numbers are compared as integers, whose range is halved until it is found."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    # What is behind the end is below everything, and last among its equals.
+    ordered = integers(tl.load(scores + row * count + i, mask=i < count, other=float("-inf")))
+    least, enough = limit(ordered, tl.min(ordered, 0), tl.max(ordered, 0), count, kept)
     take = (ordered >= least) & (i < count)
     if enough != kept:
         # Of equal ones the first.

@@ -1,11 +1,11 @@
 """The tokens of the highest scores: of each row the `topk` highest of those that its query sees.
 
-A program has SPAN scores of a row in registers and finds the least of the highest by its bits, from the first on: of
-each bit, are there `topk` scores with it set? Rows that are longer are halved at least in every launch: each program
-keeps `topk` of its span, and the next launch chooses among those.
+A program has SPAN scores of a row in registers and halves their range until it knows the least of the highest. Rows
+that are longer are halved at least in every launch: each program keeps `topk` of its span, and the next launch chooses
+among those.
 
 Floor: scores are read once, 4 bytes each, and the list is written once. Of 32 rows with 64k scores that is 8 MB, a few
-microseconds; the 32 counts of a program, each over all its warps, take about as long.
+microseconds; the counts of a program, 32 at most and each over all its warps, take about as long.
 """
 
 from __future__ import annotations
@@ -18,19 +18,12 @@ import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
 from polyattn.semantics.token_index import top_tokens as by_torch  # isort: skip
+from polyattn_triton.kernels.rows import integers, limit  # isort: skip
 
 __all__ = ["SPAN", "top_tokens"]
 
 SPAN = 16384
 """Scores of a program, at most. Longer lists than half of it are torch's to make: no launch would leave fewer."""
-
-
-@triton.jit
-def _ordered(scores):
-    """Scores as uint32 in the same order; no number is the least of them, above 0."""
-    bits = tl.where(scores == scores, scores, float("-inf")).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit(do_not_specialize=["scores_row", "places_row", "count", "topk", "spans"])
@@ -49,22 +42,17 @@ def _top(
         place = at
         real = at < tl.minimum(tl.load(seen + row), count)
     raw = tl.load(scores + row * scores_row + at, mask=real, other=0.0)
-    key = tl.where(real, _ordered(raw), tl.full((SPAN,), 0, tl.uint32))
-    if tl.sum(real.to(tl.int32)) > topk:
-        least = tl.full((), 0, tl.uint32)
-        bit = tl.full((), 0x80000000, tl.uint32)
-        for _ in range(32):
-            higher = least | bit
-            if tl.sum((key >= higher).to(tl.int32)) >= topk:
-                least = higher
-            bit = bit >> 1
-    else:
-        least = tl.full((), 1, tl.uint32)
+    # No number is the least of all; what is hidden is below that.
+    ordered = tl.where(real, integers(tl.where(raw == raw, raw, float("-inf"))), -2147483648)
+    there = tl.sum(real.to(tl.int32), 0)
+    least = tl.min(tl.where(real, ordered, 2147483647), 0)
+    if there > topk:
+        least, _ = limit(ordered, least, tl.max(ordered, 0), there, topk)
     # Those above come first, then as many of the equal ones as there is room for: both counted in one number.
-    above = key > least
-    equal = real & (key == least)
+    above = real & (ordered > least)
+    equal = real & (ordered == least)
     both = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    total = tl.sum(above.to(tl.int32))
+    total = tl.sum(above.to(tl.int32), 0)
     slot = tl.where(above, both & 0xFFFF, total + (both >> 16)) - 1
     keep = (above | equal) & (slot < topk)
     to = (row * spans + span) * topk
@@ -72,7 +60,7 @@ def _top(
     if not LAST:
         tl.store(kept_scores + to + slot, raw, mask=keep)
     # What is not there.
-    found = tl.minimum(total + tl.sum(equal.to(tl.int32)), topk)
+    found = tl.minimum(there, topk)
     for first in range(0, topk, SPAN):
         tl.store(
             kept_places + to + first + n, tl.full((SPAN,), -1, tl.int32), mask=(first + n >= found) & (first + n < topk)
