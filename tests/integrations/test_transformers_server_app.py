@@ -29,14 +29,14 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 
 @contextlib.contextmanager
-def running(folder: Path, model: Any, **changes: Any) -> Iterator[tuple[Engine, Any, str]]:
+def running(folder: Path, model: Any, pages: int = 0, **changes: Any) -> Iterator[tuple[Engine, Any, str]]:
     """An engine, a client of the server over it, and the address."""
     from polyattn.integrations.transformers.server import build_app
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for name, value in changes.items():
         setattr(tokenizer, name, value)
-    engine = Engine(CausalLMRunner(model), EngineConfig(cache=KVCacheConfig(page_size=4), max_tokens=64))
+    engine = Engine(CausalLMRunner(model), EngineConfig(cache=KVCacheConfig(page_size=4), pages=pages, max_tokens=64))
     app = build_app(engine, model, tokenizer, "tiny", drain=10)
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run)
@@ -146,7 +146,7 @@ def test_a_model_without_a_template_completes_only(folder: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="no chat template; use /v1/completions"):
             ask(client)
         assert client.completions.create(model="tiny", prompt="w1", max_tokens=2).choices[0].text
-        with pytest.raises(openai.BadRequestError, match="0 prompt tokens"):
+        with pytest.raises(openai.BadRequestError, match="the prompt has no tokens"):
             client.completions.create(model="tiny", prompt="", max_tokens=2)
 
 
@@ -164,6 +164,20 @@ def test_parts_of_text_and_calls_of_tools_reach_the_template(folder: Path) -> No
         said = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6).choices[0].message.content
         plain = client.completions.create(model="tiny", prompt="w1 w2 w3 w5 w4", max_tokens=6).choices[0].text
         assert said == plain
+
+
+def test_a_cache_smaller_than_the_context_is_what_requests_have_room_for(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with running(folder, model, pages=5) as (engine, client, _):
+        assert client.models.list().data[0].max_model_len == engine.longest == 16
+        answer = client.completions.create(model="tiny", prompt="w1 w2", extra_body={"ignore_eos": True})
+        assert (answer.choices[0].finish_reason, answer.usage.total_tokens) == ("length", 16)
+        with pytest.raises(openai.BadRequestError, match="room for 16 together") as refused:
+            client.completions.create(model="tiny", prompt="w1 w2", max_tokens=15)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="the prompt has no tokens") as refused:
+            client.completions.create(model="tiny", prompt="")
+        assert refused.value.param == "prompt"
 
 
 @pytest.mark.parametrize("text", ["word", 'said "so"\n\u00e9\u2028\x00 </s>'], ids=["plain", "escaped"])

@@ -44,6 +44,15 @@ def params(count: int = 6, **more: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, **more)
 
 
+@pytest.mark.parametrize("pages", [2, 5, 9, 99])
+def test_the_longest_request_is_the_last_that_is_taken(pages: int) -> None:
+    made = engine(pages=pages, prefix_caching=False)
+    assert made.longest == min(made.max_tokens, (pages - 1) * made.config.cache.page_size)
+    made.check_request([1], SamplingParams(made.longest - 1))
+    with pytest.raises(InvalidInputError):
+        made.check_request([1], SamplingParams(made.longest))
+
+
 def test_outputs_come_in_the_order_of_the_prompts() -> None:
     prompts = [PROMPT[:n] for n in (9, 1, 4)]
     outputs = engine().generate(prompts, [params(n) for n in (5, 2, 8)])

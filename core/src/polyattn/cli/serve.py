@@ -172,6 +172,13 @@ def serve_command(
     share = given["mem_fraction_static"]
     if share is not None and not 0 < share < 1:
         raise ConfigError(f"--mem-fraction-static {share}: give a share between 0 and 1, such as 0.88")
+    for flag, value, fine, allowed in (
+        ("--port", port, 0 <= port < 2**16, "0 to 65535; 0 is any that is free"),
+        ("--drain-seconds", drain_seconds, drain_seconds >= 0, "0 or more"),
+        ("--served-model-name", "''", served_model_name != "", "a name, or leave it out"),
+    ):
+        if not fine:
+            raise ConfigError(f"{flag} {value}: give {allowed}")
     name = served_model_name or model_path
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine!r}: allowed are {', '.join(ENGINES)}.{did_you_mean(engine, ENGINES)}")
@@ -263,7 +270,7 @@ def _serve(
                     [
                         ("answers at", at),
                         *((f"{phase} by", backend) for phase, backend in engine.backends.items()),
-                        ("context", f"{engine.max_tokens} tokens"),
+                        ("context", f"{engine.longest} tokens"),
                         ("KV cache", f"{_tokens(engine)} tokens in pages of {engine.config.cache.page_size}"),
                     ]
                 ),

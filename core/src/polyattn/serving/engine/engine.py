@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
@@ -242,6 +244,19 @@ class Engine:
     def generated(self) -> int:
         """Tokens that unfinished requests have so far."""
         return sum(len(request.tokens) - request.prompt_tokens for request in self._requests.values())
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens that a request may have, prompt and new ones: `max_tokens`, or less where all pages hold no more."""
+
+        def too_many(total: int) -> bool:
+            total += self._drafts
+            return any(
+                self.memory.most_pages(group, total, self.config.max_batch_tokens) > allocator.capacity
+                for group, allocator in enumerate(self.memory.allocators)
+            )
+
+        return bisect.bisect_left(range(1, self.max_tokens + 1), True, key=too_many)
 
     def tokens_of(self, request_id: int, start: int = 0) -> list[int]:
         """Return the tokens of an unfinished request so far, without its prompt, and without the first `start`."""

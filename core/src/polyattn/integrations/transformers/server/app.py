@@ -225,7 +225,7 @@ def build_app(
 
     def models(request: Request) -> Response:
         entry = {"id": name, "object": "model", "created": started, "owned_by": "polyattn"}
-        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": engine.max_tokens}]})
+        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": engine.longest}]})
 
     def read(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")

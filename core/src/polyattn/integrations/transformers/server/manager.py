@@ -244,8 +244,10 @@ class Manager(BaseGenerateManager):
 
     def _params(self, config: GenerationConfig, prompt: int) -> SamplingParams:
         """Return what an engine is asked for: all that there is room for, where the request names no number."""
-        room = self.loop.engine.max_tokens - prompt
+        room = self.loop.engine.longest - prompt
         asked = config.max_new_tokens
+        if not prompt:
+            raise RefusedField("the prompt has no tokens; give some text")
         if room < (asked or 1):
             wanted = "" if asked is None else f" and {asked} new ones"
             raise RefusedField(

@@ -51,8 +51,8 @@ def run_app(app: Any, host: str, port: int, *, log_level: str, drain: int, ready
         server.run()
     except SystemExit as exc:
         raise ConfigError(
-            f"--host {host} --port {port} cannot be listened at: another program may have it; name another port, or 0 "
-            f"for any that is free"
+            f"--host {host} --port {port} cannot be listened at: another program may have it, or the host is no "
+            f"address of this machine; name another port (0: any that is free), or the host 127.0.0.1 or 0.0.0.0"
         ) from exc
     finally:
         signal.signal(signal.SIGTERM, before)
