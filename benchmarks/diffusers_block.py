@@ -1,6 +1,7 @@
 """Models of diffusers with one block, at the sizes of real ones: polyattn beside every backend that diffusers has here.
 
-    python benchmarks/diffusers_block.py [--models wan flux] [--layers 1] [--rounds 9] [--small] [--json FILE]
+    python benchmarks/diffusers_block.py [--models wan flux] [--layers 1] [--rounds 9] [--backends NAME ...] [--small]
+                                         [--json FILE]
     python benchmarks/diffusers_block.py --render FILE
 
 Wan 2.1 1.3B makes 81 frames at 480p (32,760 tokens), Flux an image at 1,024 pixels (4,096 tokens and 512 of text);
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import report
@@ -32,6 +33,7 @@ from polyattn.integrations.diffusers.attention import make_attend
 NATIVE = ("native", "_native_cudnn", "_native_flash", "_native_efficient", "flash", "_flash_3", "sage", "xformers")
 EXACT = frozenset({*NATIVE, "polyattn"}) - {"sage"}
 SPARSE = {"video_sparse_attn": {"sparsity": 0.9, "coarse": "off"}}
+EVERY = (*NATIVE, "polyattn", *SPARSE)
 WARM = 6
 BAR = 0.99
 """The least rate of polyattn over the fastest backend of diffusers."""
@@ -86,7 +88,9 @@ def placed(inputs: dict[str, Any], device: torch.device, dtype: torch.dtype) -> 
     return {name: t.to(device, None if name in whole else dtype) for name, t in inputs.items()}
 
 
-def calls_of(model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def calls_of(
+    model: Any, inputs: dict[str, Any], backends: Sequence[str]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """A forward for each way that works here and is right, and why the others are left out."""
 
     def forward() -> Tensor:
@@ -97,7 +101,7 @@ def calls_of(model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Callable[[],
     found: dict[str, Callable[[], Any]] = {}
     left: dict[str, str] = {}
     scale = right.float().norm()
-    for name in (*NATIVE, "polyattn", *SPARSE):
+    for name in backends:
 
         def use(name: str = name) -> None:
             host.prepare(pipe, None if name == "polyattn" else {"transformer": name}, SPARSE.get(name))
@@ -121,20 +125,22 @@ def calls_of(model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Callable[[],
     return found, left
 
 
-def measured(name: str, layers: int, rounds: int, device: torch.device, *, small: bool) -> dict[str, Any]:
+def measured(
+    name: str, layers: int, rounds: int, backends: Sequence[str], device: torch.device, *, small: bool
+) -> dict[str, Any]:
     """One model: milliseconds of a forward by each backend, and the microseconds that the adapter adds to a call."""
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model, inputs, shape = MODELS[name](layers, small=small)
     model = model.to(device, dtype).eval()
     inputs = placed(inputs, device, dtype)
-    calls, left = calls_of(model, inputs)
+    calls, left = calls_of(model, inputs, backends)
     clock, times = Clock(device), {backend: list[float]() for backend in calls}
     order = list(calls)
     for number in range(rounds):
         for backend in order[number % len(order) :] + order[: number % len(order)]:
             calls[backend].use()  # type: ignore[attr-defined]
-            for _ in range(WARM):  # the first calls of a pipeline look who serves each layer
+            for _ in range(max(2, WARM // layers)):  # the first calls of a pipeline look who serves each layer
                 calls[backend]()
             times[backend].append(clock.window(calls[backend], 1 if small else max(1, 5 // layers)))
     medians = {backend: statistics.median(found) for backend, found in times.items()}
@@ -194,13 +200,18 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--backends", nargs="+", choices=EVERY, default=EVERY, help="native must be among them")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU can afford")
     args = report.arguments(parser, markdown)
     if args is None:
         return 0
+    if "native" not in args.backends:
+        parser.error("--backends: native must be among them; what the others give is compared with it")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.no_grad():
-        rows = [measured(name, args.layers, args.rounds, device, small=args.small) for name in args.models]
+        rows = [
+            measured(name, args.layers, args.rounds, args.backends, device, small=args.small) for name in args.models
+        ]
     result = {**report.stamp("diffusers-block", device), "bar": BAR, "layers": args.layers, "rows": rows}
     report.finish(result, markdown, args.json)
     for row in rows:
