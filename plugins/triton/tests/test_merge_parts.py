@@ -57,3 +57,24 @@ def test_parts_whose_last_axis_is_not_the_inner_one() -> None:
 def test_no_rows() -> None:
     none = torch.zeros(0, 4, 16), torch.zeros(0, 4)
     merge_parts([none[0]], [none[1]], out=none[0], lse=none[1])
+
+
+@pytest.mark.parametrize("parts", range(1, MOST + 1))
+def test_what_is_no_number_stays_so(parts: int) -> None:
+    """An LSE of -inf would be read as a row without keys, whose numbers nobody reads."""
+    outs, lses = made(parts, torch.float32)
+    lses[-1][3, 1] = torch.nan
+    out, lse = torch.empty(7, 4, 40), torch.empty(7, 4)
+    merge_parts(outs, lses, out=out, lse=lse)
+    expected, expected_lse = reference(outs, lses, layout="THD")
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    torch.testing.assert_close(lse, expected_lse, equal_nan=True)
+    assert lse.isnan().sum() == 1
+
+
+def test_a_result_in_place_whose_last_axis_is_not_the_inner_one() -> None:
+    outs = [torch.randn(16, 2, 5).permute(2, 1, 0) for _ in range(2)]
+    lses = [torch.randn(5, 2) for _ in range(2)]
+    expected, expected_lse = reference(outs, lses, layout="THD")
+    merge_parts(outs, lses, out=outs[0], lse=lses[0])
+    torch.testing.assert_close((outs[0], lses[0]), (expected, expected_lse))

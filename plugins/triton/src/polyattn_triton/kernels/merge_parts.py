@@ -78,7 +78,9 @@ def _merge_parts(
         w3 = tl.exp2(w3 - base)
         total += w3
         acc += _part(o3, token, h, o3_token, o3_head, c, kept) * w3[:, None]
-    tl.store(lse + token * lse_token + h * lse_head, natural_lse(top, total), mask=valid)
+    # What is no number stays so: rows of -inf are not read by whoever merges them again.
+    found = tl.where(total == total, natural_lse(top, total), total)
+    tl.store(lse + token * lse_token + h * lse_head, found, mask=valid)
     at = out + (token * out_token + h * out_head)[:, None] + c[None, :]
     tl.store(at, cast(acc * share(total)[:, None], out.dtype.element_ty), mask=kept)
 
@@ -92,6 +94,10 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor, 
     """
     T, H, E = out.shape
     if not out.numel():
+        return
+    if out.stride(-1) != 1:
+        merge_parts(outs, lses, out=(dense := out.new_empty(T, H, E)), lse=lse)
+        out.copy_(dense)
         return
     outs = [one if one.stride(-1) == 1 else one.contiguous() for one in outs]
     filled = [*range(len(outs)), *[0] * (MOST - len(outs))]
