@@ -110,3 +110,13 @@ def test_no_tokens_keep_the_tails() -> None:
     before = pool.clone()
     assert short_conv.causal_conv(x, weight, bias, pool, SLOTS).shape == (B, 0, C)
     assert torch.equal(pool, before)
+
+
+def test_slots_lengths_and_bias_that_are_columns() -> None:
+    x, weight, bias, pool = inputs(41)
+    cu = torch.tensor([[0, 7], [3, 7], [41, 7]], dtype=torch.int32, device=DEVICE)[:, 0]
+    slots = torch.tensor([[4, 1], [2, 0]], device=DEVICE)[:, 0]
+    bias = torch.stack([bias, bias + 9], 1)[:, 0]
+    right, tails = causal_conv(x[:1], weight, bias, pool[slots], cu_seqlens=cu)
+    close(short_conv.causal_conv(x[:1], weight, bias, pool, slots, cu_seqlens=cu), right)
+    assert torch.equal(pool[slots], tails)

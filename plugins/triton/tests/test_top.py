@@ -50,3 +50,10 @@ def test_scores_that_are_not_dense() -> None:
     wide = torch.randn(40, 3, generator=torch.Generator().manual_seed(1)).T
     (found,) = top.top_tokens(wide, torch.full((3,), 40), 5)[1:2].sort().values
     assert torch.equal(found, wide[1].topk(5).indices.sort().values.int())
+
+
+def test_lengths_that_are_a_column() -> None:
+    given = torch.randn(4, 40, generator=torch.Generator().manual_seed(2))
+    columns = torch.tensor([[40, 1], [0, 9], [3, 2], [7, 5]], dtype=torch.int32)
+    found = top.top_tokens(given, columns[:, 0], 8)
+    assert (found >= 0).sum(1).tolist() == [8, 0, 3, 7]

@@ -85,6 +85,8 @@ def causal_conv(
     """As `polyattn.contract.TailedConv`."""
     (B, S, C), W = x.shape, weight.shape[1]
     x = x if x.stride(2) == 1 or C == 1 else x.contiguous()
+    slots, bias = slots.contiguous(), None if bias is None else bias.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     out = x.new_empty(B, S, C)
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     # The tail of a sequence is for the tokens of one program.

@@ -74,7 +74,7 @@ def top_tokens(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
         return by_torch(scores, seen, topk)
     if scores.stride(1) != 1:
         scores = scores.contiguous()
-    seen = seen.to(torch.int32)
+    seen = seen.to(torch.int32).contiguous()
     span = min(max(triton.next_power_of_2(count), triton.next_power_of_2(topk), 128), SPAN)
     places, listed = scores.new_empty(rows, topk, dtype=torch.int32), False
     if not count:
