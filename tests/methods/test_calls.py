@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -395,6 +397,16 @@ def test_a_plan_serves_all_steps_where_the_method_says_so(plugin: Any, monkeypat
         for at in ({}, {"step": 0}, {"step": 1, "steps": 3}, {"step": 1, "branch": "uncond"}):
             polyattn.attention(*qkv, backend="strange", place=Place(grid=grid, **at))
     assert [place.grid for place, _ in Doubled.plans] == [(4, 4, 8), (8, 4, 4)]
+
+
+def test_a_plan_keeps_no_tensors_of_the_call_that_it_was_made_for() -> None:
+    """A gate is as large as the queries; plans outlive calls, and runs."""
+    gate, kept = torch.ones(3), {"large": torch.ones(3)}
+    held = [weakref.ref(gate), weakref.ref(kept["large"])]
+    polyattn.attention(*tensors(), backend=NAME, place=Place(grid=(4, 4, 8), tensors={"gate": gate}, kept=kept))
+    del gate, kept
+    gc.collect()
+    assert [one() for one in held] == [None, None]
 
 
 def test_what_a_method_keeps_belongs_to_the_run(plugin: Any) -> None:

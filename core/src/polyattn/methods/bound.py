@@ -203,7 +203,7 @@ class _Attend:
             )
         # Plans are kept for calls of all modes: an inference tensor could not be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
-            return self._method.plan(shared.place, like)
+            return self._method.plan(shared.leave(), like)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, place: Place, inner: Any) -> Any:
         why = self._method.leaves_dense(place)
@@ -237,14 +237,20 @@ class _Attend:
 class _Shared:
     """A place as plans know it: equal where a plan holds for both."""
 
-    __slots__ = ("_key", "place")
+    __slots__ = ("_key", "_place")
 
     def __init__(self, place: Place, *, by_step: bool) -> None:
-        self.place = place
+        self._place: Place | None = place
         self._key: tuple[Hashable, ...] = (
             *(place.grid, place.text, place.valid_text, place.layers, place.role, place.heads),
             *((place.step, place.steps, place.branch) if by_step else ()),
         )
+
+    def leave(self) -> Place:
+        """The place, once: what is kept with a plan holds no tensors, no run and nothing that a run keeps."""
+        place, self._place = self._place, None
+        assert place is not None
+        return place
 
     def __hash__(self) -> int:
         return hash(self._key)
