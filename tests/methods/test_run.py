@@ -276,6 +276,19 @@ def test_what_is_chosen_call_by_call_has_a_density(name: str) -> None:
     assert unnumbered.density == (numbered.density if name == "sla_attn" else None)
 
 
+def test_a_step_that_does_another_thing_is_told_apart() -> None:
+    """At step 0 the call clusters for the steps after it, and attends densely itself."""
+    name, calls = "sparse_video_gen_2_attn", 3
+    early = {"svg2_zero_step_kmeans_init": True, "svg2_first_times_fp": 0.1, "svg2_first_layers_fp": 0.0}
+    polyattn.configure(attention_backend_config={name: {**early, "svg2_num_q_centroids": 4, "svg2_num_k_centroids": 9}})
+    with Run(steps=calls, layers=1) as run, torch.no_grad():
+        for step in range(calls):
+            with run.at(grid=GRID, step=step):
+                polyattn.attention(*tensors(), backend=name, place=place(layer=0))
+    told = [(row.calls, row.kernels) for row in run.explain().rows]
+    assert told == [(1, ("dense: torch_sdpa@cpu",)), (2, ("block_sparse: torch_sdpa@cpu",))]
+
+
 def test_a_run_that_no_method_served() -> None:
     """It says so, and what was asked for and served nothing is an error, as without a run."""
     with Run() as run:

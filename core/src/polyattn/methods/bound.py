@@ -46,10 +46,11 @@ def bind(target: Any, backend: BackendInfo, request: AttentionRequest) -> Bound:
 
 
 class _Inner:
-    """The calls of a method. Who serves them is chosen as if nobody had named a backend: the name means the method."""
+    """The calls of a method. Who serves them is chosen as if nobody had named a backend: the name means the method.
+    made: takes the functions that are called, in order."""
 
-    def __init__(self, request: AttentionRequest) -> None:
-        self.scale = request.scale
+    def __init__(self, request: AttentionRequest, made: list[Any] | None = None) -> None:
+        self.scale, self._made = request.scale, made
         self._fixed = {"scale": request.scale}
         self._deterministic = {"deterministic": True} if request.deterministic else {}
 
@@ -67,6 +68,8 @@ class _Inner:
         return self._call(linear_attention, query, key, value, {**self._fixed, **given})
 
     def _call(self, call: Any, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> Any:
+        if self._made is not None:
+            self._made.append(call)
         with overrides.restored(_AUTOMATIC):
             return call(query, key, value, **given)
 
@@ -125,9 +128,12 @@ class _Attend:
     ) -> Any:
         """See `polyattn.contract.DenseForward`. The rows of a method take neither masks nor sinks."""
         place = self._here(query, place)
-        result = self._attend(query, key, value, place, self._inner)
-        if place.run is not None:
-            self._tell(query, key, value, place)
+        if place.run is None:
+            result = self._attend(query, key, value, place, self._inner)
+        else:
+            made: list[Any] = []
+            result = self._attend(query, key, value, place, _Inner(self._request, made))
+            self._tell(query, key, value, place, tuple(made))
         return result if out is None else out.copy_(result)
 
     def calls(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> tuple[Selection, ...]:
@@ -148,11 +154,12 @@ class _Attend:
             self._attend(fakes[0], fakes[1], fakes[2], place, asking)
         return tuple(asking.found)
 
-    def _tell(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> None:
-        """Tell the run of a call who served it. Kernels are asked for once for calls that are alike."""
+    def _tell(self, query: Tensor, key: Tensor, value: Tensor, place: Place, made: tuple[Any, ...]) -> None:
+        """Tell the run of a call who served it. Kernels are asked for once for calls that are alike, and that made
+        calls of the same families: a method may do another thing in another step or layer."""
         why, like = self._method.leaves_dense(place), self._like(query, key)
         grads = tuple(t.requires_grad for t in (query, key, value)) if torch.is_grad_enabled() else ()
-        alike = (why, like, place.grid, place.text, place.valid_text, value.shape, grads)
+        alike = (made, why, like, place.grid, place.text, place.valid_text, value.shape, grads)
         kernels = self._kernels.get(alike)
         if kernels is None:
             if len(self._kernels) >= _PLANS_KEPT:
