@@ -9,7 +9,7 @@ import torch
 
 from polyattn.contract import AttentionRequest, PagedTables
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
-from polyattn.semantics.kv_quant import LATENT_FORMATS, fp4_scales, stored
+from polyattn.semantics.kv_quant import LATENT_FORMATS, fp4_scales, mla_unpack, stored
 from polyattn.semantics.paged_kv import Pool, Tokens
 from polyattn.serving.kv_cache.pool import KVPool
 from polyattn.serving.kv_cache.storage import KVCacheConfig
@@ -201,6 +201,20 @@ def test_latent_rows(kv_dtype, scales, by):
         pools[0].write(0, slots, new)
         write_latent(new, pools[1].cache(0).cache, slots=slots, page_size=4)
     same(pools[1].cache(0).cache, pools[0].cache(0).cache)
+
+
+@pytest.mark.parametrize(("kv_dtype", "scales"), LATENT)
+def test_a_latent_row_that_is_no_number_is_read_as_none(kv_dtype, scales):
+    layer = AttentionLayer(0, 16, 1, 576, v_head_dim=512, scale=1.0, latent=True)
+    config = KVCacheConfig(kv_dtype, 4, scales=scales)
+    pools = [KVPool([layer], config, 2, dtype=torch.float32, device=DEVICE) for _ in range(2)]
+    new, slots = rows(3, 1, 576, torch.float32).squeeze(1), torch.arange(4, 7, device=DEVICE)
+    new[1, 5] = torch.nan
+    pools[0].write(0, slots, new)
+    write_latent(new, pools[1].cache(0).cache, slots=slots, page_size=4)
+    found, wanted = (mla_unpack(pool.cache(0).cache)[1, :3] for pool in (pools[1], pools[0]))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert found.isnan().any(-1).tolist() == [False, True, False]
 
 
 def test_one_query_each():

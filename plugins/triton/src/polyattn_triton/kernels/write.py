@@ -47,6 +47,13 @@ def _divided(x, DIVISOR: tl.constexpr, DIVIDE: tl.constexpr):
 
 
 @triton.jit
+def _largest(x, AXIS: tl.constexpr):
+    """The largest magnitude of float32 numbers, NaN if one is NaN: their bits are in that order, and a maximum of
+    floats would leave NaN out."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _codes(x, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """float32 numbers as codes of 8 bits."""
     if KIND == "int8":
@@ -121,11 +128,11 @@ def _store(x, cache, scale, row, scale_row, head, d, mask, KIND: tl.constexpr, S
         at = scale + scale_row[:, None] + b[None, :]
         some = real[:, None] & (b < D // 16)[None, :]
         if MAKE:
-            largest = tl.max(tl.abs(blocks), 2)
-            made = tl.minimum(tl.maximum(_divided(largest, 6.0, DIVIDE), 0.001953125), 448.0)
+            made = _divided(_largest(blocks, 2), 6.0, DIVIDE)
+            made = tl.where(made < 0.001953125, 0.001953125, tl.where(made > 448.0, 448.0, made))
             code = fp8_codes(made, False, NATIVE)
             tl.store(at.to(tl.pointer_type(tl.uint8), bitcast=True), code, mask=some)
-            by = e4m3_value(code)
+            by = tl.where(made == made, e4m3_value(code), made)
         elif scale.dtype.element_ty == tl.float32:
             by = tl.load(at, mask=some, other=1.0)
         else:
@@ -143,7 +150,7 @@ def _store(x, cache, scale, row, scale_row, head, d, mask, KIND: tl.constexpr, S
             at = scale + scale_row
             if MAKE:
                 LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 57344.0 if KIND == "e5m2" else 448.0
-                largest = tl.max(tl.abs(numbers), 1)
+                largest = _largest(numbers, 1)
                 by = tl.maximum(_divided(largest, LARGEST, DIVIDE), _TINY)
                 by = tl.where(largest > 0, by, 1.0)
                 tl.store(at, by, mask=real)
@@ -165,7 +172,8 @@ def _store(x, cache, scale, row, scale_row, head, d, mask, KIND: tl.constexpr, S
 def _store_latent(x, cache, row, d, real, DIVIDE: tl.constexpr, NATIVE: tl.constexpr, M: tl.constexpr):
     """Latents x [M, 512] of rows of 656 bytes: codes, and the scales of their groups of 128."""
     groups = tl.reshape(x.to(tl.float32), [M, 4, 128])
-    by = tl.maximum(_divided(tl.max(tl.abs(groups), 2), 448.0, DIVIDE), _TINY)
+    by = _divided(_largest(groups, 2), 448.0, DIVIDE)
+    by = tl.where(by < _TINY, _TINY, by)
     codes = _codes(tl.div_rn(groups, tl.broadcast_to(by[:, :, None], [M, 4, 128])), "e4m3", NATIVE)
     tl.store(cache + row[:, None] + d[None, :], tl.reshape(codes, [M, 512]), mask=real[:, None])
     g = tl.arange(0, 4)
@@ -220,7 +228,7 @@ def _write(
             mask = real[:, None] & (e < 64)[None, :]
             x = _rotated(key, source + 512, e, mask, position, real, cos, sin, angle_stride, 0, ROTARY, INTERLEAVED)
             at = (key_cache + row[:, None] + 528 + 2 * e[None, :]).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-            tl.store(at, cast(x, tl.bfloat16), mask=mask)
+            tl.store(at, cast(x.to(tl.float32), tl.bfloat16), mask=mask)
         else:
             d = tl.arange(0, BLOCK_D)
             mask = real[:, None] & (d < D)[None, :]
