@@ -94,6 +94,15 @@ def test_no_keys_give_zeros_and_an_lse_of_minus_infinity() -> None:
     assert (lse == -torch.inf).all()
 
 
+def test_a_row_that_is_no_number_is_not_merged_as_one_without_keys() -> None:
+    q, k, v = _tensors(5, 9)
+    q[0, 3] = torch.nan
+    out, lse = polyattn.attention(q, k, v, return_lse=True, backend="triton")
+    assert lse.isnan().nonzero()[:, :2].unique(dim=0).tolist() == [[0, 3]]
+    merged, _ = polyattn.merge([out, torch.zeros_like(out)], [lse, torch.zeros_like(lse)])
+    assert merged[0, 3].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("width", "cut"), [(64, (64, 0)), (72, (64, 16)), (96, (64, 32)), (112, (128, 0)), (24, (32, 0)), (192, (128, 64))]
 )

@@ -165,7 +165,7 @@ def softmax(s, top, total, scale):
 @gluon.jit
 def natural_lse(top, total):
     """LSE of rows with maximum `top` and sum `total`, in base 2: natural, -inf without keys."""
-    return gl.where(total > 0, (top + gl.log2(total)) * LN2, float("-inf"))
+    return gl.where(total != 0, (top + gl.log2(total)) * LN2, float("-inf"))
 
 
 @gluon.jit

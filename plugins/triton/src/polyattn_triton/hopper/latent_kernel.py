@@ -441,7 +441,7 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
             mbarrier.wait(summed[OTHER], segment & 1)
             segment += 1
             total += sums.index(OTHER).load(LINE)
-            some = total > 0
+            some = total != 0
             total = gl.where(some, total, 1.0)
             acc = scaled((acc,), 1.0 / total)[0]
             natural = gl.where(some, (top * scale + gl.log2(total)) * LN2, float("-inf"))

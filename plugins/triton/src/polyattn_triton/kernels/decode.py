@@ -224,7 +224,7 @@ def _leave(acc, top, total, valid, outs, lses, item, M: tl.constexpr, E: tl.cons
     tl.store(
         outs + cells[:, None] * E + c[None, :], acc * share(total)[:, None], mask=valid[:, None] & (c < E)[None, :]
     )
-    some = total > 0
+    some = total != 0
     found = tl.where(some, top, 0.0) + tl.log2(tl.where(some, total, 1.0))
     tl.store(lses + cells, tl.where(some, found, float("-inf")), mask=valid)
 

@@ -78,9 +78,7 @@ def _merge_parts(
         w3 = tl.exp2(w3 - base)
         total += w3
         acc += _part(o3, token, h, o3_token, o3_head, c, kept) * w3[:, None]
-    # What is no number stays so: rows of -inf are not read by whoever merges them again.
-    found = tl.where(total == total, natural_lse(top, total), total)
-    tl.store(lse + token * lse_token + h * lse_head, found, mask=valid)
+    tl.store(lse + token * lse_token + h * lse_head, natural_lse(top, total), mask=valid)
     at = out + (token * out_token + h * out_head)[:, None] + c[None, :]
     tl.store(at, cast(acc * share(total)[:, None], out.dtype.element_ty), mask=kept)
 

@@ -122,8 +122,9 @@ def accumulate(top, total, found, scale=1.0):
 
 @triton.jit
 def natural_lse(top, total):
-    """LSE of rows with a running maximum and sum, natural logarithm; -inf without keys (S6, S7)."""
-    some = total > 0
+    """LSE of rows with a running maximum and sum, natural logarithm; -inf without keys (S6, S7). Of NaN it is NaN: the
+    numbers of a row of -inf are not read by who merges it."""
+    some = total != 0
     return tl.where(some, (tl.where(some, top, 0.0) + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
 
 
