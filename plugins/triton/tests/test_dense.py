@@ -94,6 +94,24 @@ def test_no_keys_give_zeros_and_an_lse_of_minus_infinity() -> None:
     assert (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("call", ["dense", "varlen", "paged"])
+def test_sinks_that_are_a_column(call: str) -> None:
+    (q, k, v), sinks = (t[0] for t in _tensors(9, 9)), torch.randn(H_Q, 2)[:, 0]
+    starts, lens = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    given: dict[str, object] = {"sinks": sinks, "max_seqlen_q": 9, "max_seqlen_k": 9, "cu_seqlens_q": starts}
+
+    def served(backend: str) -> Tensor:
+        if call == "dense":
+            return polyattn.attention(q[None], k[None], v[None], sinks=sinks, backend=backend)
+        if call == "varlen":
+            return polyattn.varlen_attention(q, k, v, cu_seqlens_k=starts, backend=backend, **given)
+        pages = torch.zeros(1, 1, dtype=torch.int32)
+        more = {"page_table": pages, "seq_lens": lens}
+        return polyattn.paged_attention(q, k[None], v[None], backend=backend, **more, **given)
+
+    torch.testing.assert_close(served("triton"), served("reference"), rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_that_is_no_number_is_not_merged_as_one_without_keys() -> None:
     q, k, v = _tensors(5, 9)
     q[0, 3] = torch.nan

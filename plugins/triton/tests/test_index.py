@@ -22,7 +22,10 @@ def test_scores_in_pages(heads: int, width: int, dtype: torch.dtype, packed: boo
     cache = token_index.pack_index(rows) if packed else rows
     real = token_index.unpack_index(cache) if packed else rows.float()
     starts = torch.tensor([0, *NEW]).cumsum(0, dtype=torch.int32)
-    lens = torch.tensor(LENS, dtype=torch.int32)
+    starts, lens = (
+        torch.stack([starts, starts + 1], 1)[:, 0],
+        torch.tensor([*zip(LENS, NEW, strict=True)], dtype=torch.int32)[:, 0],
+    )
     scores = index_scores(query, weights, cache, table, lens, starts, max(NEW))
     assert scores.shape == (sum(NEW), 13 * PAGE)
     for n, (keys, new) in enumerate(zip(LENS, NEW, strict=True)):

@@ -84,7 +84,8 @@ def test_raw_gates(method: str, S: int, bound: float, beta_range: int) -> None:
 
 @pytest.mark.parametrize("S", [S, LONG])
 def test_slots_are_updated_where_they_are(S: int) -> None:
-    pool, slots = states(5), torch.tensor([4, -1, 1], device=DEVICE)
+    # Slots of a table lie apart.
+    pool, slots = states(5), torch.tensor([[4, 0], [-1, 0], [1, 0]], device=DEVICE)[:, 0]
     given = inputs("gdn", S)
     found, right = pool.clone(), pool.clone()
     out, back = polyattn.linear_attention(**given, state=found, state_slots=slots, backend="triton")
@@ -103,6 +104,17 @@ def test_packed_sequences(method: str) -> None:
     cu = torch.tensor([0, 33, 33, 34, 100, B * LONG], dtype=torch.int32, device=DEVICE)
     _, last = both(flat, cu_seqlens=cu, state=(first := states(5)), qk_norm=True)
     assert torch.equal(last[1], first[1])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_lengths_that_are_a_column(trained: bool) -> None:
+    flat = {n: t.reshape(1, B * S, *t.shape[2:]) if isinstance(t, Tensor) else t for n, t in inputs("gdn").items()}
+    flat["value"].requires_grad_(trained)
+    cu = torch.tensor([[0, 7], [4, 9], [B * S, 8]], dtype=torch.int32, device=DEVICE)[:, 0]
+    found, expected = (
+        polyattn.linear_attention(**flat, cu_seqlens=one, backend="triton") for one in (cu, cu.contiguous())
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["KV", "VK"])

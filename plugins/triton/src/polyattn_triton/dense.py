@@ -74,6 +74,8 @@ def _bound(
     def call(query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **given: Any) -> Any:
         if out is None:
             out = room(query)
+        if given.get("sinks") is not None:
+            given["sinks"] = given["sinks"].contiguous()
         lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device) if with_lse else None
         attend(query, key, value, out, lse, **given)
         return (out, lse) if with_lse else out

@@ -46,6 +46,8 @@ class Linear:
             out: Tensor | None = None,
         ) -> tuple[Tensor, Tensor]:
             runtime.check_device(query.device)
+            # Kernels read one number after the other.
+            cu_seqlens, state_slots = (None if t is None else t.contiguous() for t in (cu_seqlens, state_slots))
             result = torch.empty_like(value, memory_format=torch.contiguous_format) if out is None else out
             if every:
                 last = value.new_empty(*value.shape[:2], *_sizes(query, value, turned), dtype=torch.float32)
@@ -92,6 +94,7 @@ class _Trained(torch.autograd.Function):
         query, key, value, gate, beta, state, cu_seqlens = tensors
         runtime.check_device(query.device)
         query, key, value, gate, beta = (_dense(t) for t in (query, key, value, gate, beta))
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         shared = {"scale": scale, "cu_seqlens": cu_seqlens}
         made = prepare(query, key, gate, beta, chunk=chunk_of(query), **shared)
         out, last = value.new_empty(value.shape), _states(query, value, cu_seqlens, turned)

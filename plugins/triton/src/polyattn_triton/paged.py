@@ -106,6 +106,7 @@ class _Call:
         """`polyattn.contract.PagedForward`; `plan`: of a session's step, for the call's own keys."""
         r = self.request
         scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+        sinks = None if sinks is None else sinks.contiguous()
         T_q, H_q, _ = query.shape
         if out is None:
             out = query.new_empty(T_q, H_q, r.dims[1])

@@ -82,6 +82,7 @@ def index_scores(
         query = query.contiguous()
     if weights.stride(1) != 1:
         weights = weights.contiguous()
+    seq_lens, cu_seqlens_q = seq_lens.contiguous(), cu_seqlens_q.contiguous()
     some = min(TOKENS, max_seqlen_q)
     grid = (page_table.shape[0], triton.cdiv(max_seqlen_q, some), triton.cdiv(columns * page, KEYS))
     if T and scores.shape[1]:
