@@ -104,6 +104,7 @@ def test_what_does_not_parse_is_2(run: Run, words: tuple[str, ...], message: str
 WRONG = {
     "POLYATTN_TUNING": ("on", "POLYATTN_TUNING='on' is not known. Allowed: use, off, online"),
     "POLYATTN_VALIDATE": ("maybe", "POLYATTN_VALIDATE='maybe' is not a switch: use 1 or 0"),
+    "POLYATTN_SGLANG_DIFFUSION": ("maybe", "POLYATTN_SGLANG_DIFFUSION='maybe' is not a switch: use 1 or 0"),
     "POLYATTN_STRICT": ("maybe", "POLYATTN_STRICT='maybe' is not a switch: use 1 or 0"),
     "POLYATTN_REFERENCE_MEMORY_GB": ("lots", "POLYATTN_REFERENCE_MEMORY_GB='lots' is not a positive number"),
 }

@@ -29,6 +29,7 @@ __all__ = ["config", "not_here", "unknown_words", "wrong_variables"]
 
 READ_LATER: tuple[Callable[[], object], ...] = (
     lambda: flag("POLYATTN_VALIDATE"),
+    lambda: flag("POLYATTN_SGLANG_DIFFUSION"),
     lambda: number("POLYATTN_REFERENCE_MEMORY_GB", 4.0),
     tuning.mode,
 )
