@@ -4,16 +4,42 @@ by turns in one run, as a graph where the device records it."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import report
 import torch
 from torch import Tensor
 
 from polyattn.bench.measure import Clock, interleaved
 from polyattn.errors import PolyattnError
 
-__all__ = ["beside", "error", "spread", "times_as_fast"]
+__all__ = ["beside", "error", "run", "spread", "times_as_fast"]
+
+
+def run(
+    name: str,
+    doc: str | None,
+    markdown: Callable[[dict[str, Any]], str],
+    measure: Callable[[Any, Clock], Iterable[dict[str, Any]]],
+    sizes: tuple[Any, Any],
+) -> None:
+    """A benchmark of rows, as a program. sizes: small ones, for a CPU, and the full ones. What there is so far is
+    written after every row."""
+    parser = report.parser(doc)
+    parser.add_argument("--small", action="store_true", help="tiny, on the CPU: the figures mean nothing")
+    args = report.arguments(parser, markdown)
+    if args is None:
+        return
+    if not args.small and not torch.cuda.is_available():
+        parser.error("no CUDA device is here; --small tries the program on the CPU")
+    device = torch.device("cpu" if args.small else "cuda")
+    rows: list[dict[str, Any]] = []
+    result = {**report.stamp(name, device), "small": args.small, "rows": rows}
+    for row in measure(sizes[not args.small], Clock(device)):
+        rows.append(row)
+        report.save(result, args.json)
+    report.finish(result, markdown, args.json)
 
 
 def error(found: Tensor, right: Tensor) -> float:

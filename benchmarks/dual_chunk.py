@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import report
 import torch
-from beside import beside
+from beside import beside, run
 
 from polyattn.bench.measure import Clock
 from polyattn.errors import PolyattnError
@@ -132,20 +132,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = report.parser(__doc__)
-    parser.add_argument("--small", action="store_true", help="tiny, on the CPU: the figures mean nothing")
-    args = report.arguments(parser, markdown)
-    if args is None:
-        return
-    if not args.small and not torch.cuda.is_available():
-        parser.error("no CUDA device is here; --small tries the program on the CPU")
-    device = torch.device("cpu" if args.small else "cuda")
-    rows: list[dict[str, Any]] = []
-    result = {**report.stamp("dual-chunk", device), "small": args.small, "rows": rows}
-    for row in measure(SMALL if args.small else FULL, Clock(device)):
-        rows.append(row)
-        report.save(result, args.json)
-    report.finish(result, markdown, args.json)
+    run("dual-chunk", __doc__, markdown, measure, (SMALL, FULL))
 
 
 if __name__ == "__main__":

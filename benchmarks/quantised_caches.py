@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import report
 import torch
-from beside import beside, error, spread
+from beside import beside, error, run, spread
 from torch import Tensor
 
 import polyattn
@@ -162,23 +162,13 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *([""] if reasons else []), *reasons])
 
 
+def measure(size: Size, clock: Clock) -> Iterator[dict[str, Any]]:
+    yield from keys_and_values(size, clock)
+    yield from latent_rows(size, clock)
+
+
 def main() -> None:
-    parser = report.parser(__doc__)
-    parser.add_argument("--small", action="store_true", help="tiny, on the CPU: the figures mean nothing")
-    args = report.arguments(parser, markdown)
-    if args is None:
-        return
-    if not args.small and not torch.cuda.is_available():
-        parser.error("no CUDA device is here; --small tries the program on the CPU")
-    device = torch.device("cpu" if args.small else "cuda")
-    rows: list[dict[str, Any]] = []
-    result = {**report.stamp("quantised-caches", device), "small": args.small, "rows": rows}
-    clock, size = Clock(device), SMALL if args.small else FULL
-    for part in (keys_and_values, latent_rows):
-        for row in part(size, clock):
-            rows.append(row)
-            report.save(result, args.json)
-    report.finish(result, markdown, args.json)
+    run("quantised-caches", __doc__, markdown, measure, (SMALL, FULL))
 
 
 if __name__ == "__main__":
