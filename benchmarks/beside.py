@@ -67,7 +67,7 @@ def beside(
         try:
             with torch.no_grad():
                 result = call()
-                out = result[0] if isinstance(result, tuple) else result
+                out = result[0] if isinstance(result, (tuple, list)) else result
                 if right is not None:
                     far = right(out) if callable(right) else error(out, right)
                     found[name]["error"] = float(f"{far:.2e}")

@@ -107,7 +107,7 @@ def at(job: Job, tokens: int, train: list[str] | None) -> dict[str, Any]:
     part, heads = tokens // job.world, H // job.world
     lengths = (part,) * job.world
     shard, whole, few = job.tensors(part), job.tensors(part * job.world), job.tensors(part * job.world, heads)
-    layers, step = job.layers(), polyattn.bind_part(backward=False)
+    layers, step = job.layers(transfers="send"), polyattn.bind_part(backward=False)
     copying = {
         f"{name}, blocks copied": layer
         for name, layer in job.layers(transfers="copy").items()

@@ -44,7 +44,7 @@ def checked(job: Job) -> dict[str, float]:
         right = polyattn.attention(*inputs)
         grads = torch.autograd.grad(right, inputs, whole[3])
         copying = [(name, layer) for name, layer in job.layers(transfers="copy").items() if job.sizes[name][0] > 1]
-        for name, layer in [*job.layers().items(), *copying]:
+        for name, layer in [*job.layers(transfers="send").items(), *copying]:
             own = [t[:, begin : begin + part].clone().requires_grad_() for t in video[:3]]
             leaves = [t.clone().requires_grad_() for t in said[:3]] if text else []
             given: dict[str, Any] = {}

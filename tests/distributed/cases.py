@@ -10,6 +10,7 @@ import json
 import math
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -337,8 +338,12 @@ def agreed(words: str, **changes: Any) -> None:
         assert layer.transfers == "none: no call yet"
         with pytest.warns(RuntimeWarning, match=re.escape(words)):
             run(setting, layer)
-        assert layer.transfers.startswith("sent: "), layer.transfers
-        assert words in layer.transfers, layer.transfers
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            run(setting, by_itself := layer_of(setting))
+        for one in (layer, by_itself):
+            assert one.transfers.startswith("sent: "), one.transfers
+            assert words in one.transfers, one.transfers
         polyattn.configure(strict=True)
         try:
             layer = layer_of(setting, transfers="copy", return_lse=False)
@@ -380,7 +385,7 @@ def a_rank_that_cannot_share_memory() -> None:
 def a_layer_that_sends() -> None:
     setting = Setting(ring=2, lengths=(9, 7))
     with sharing():
-        layer = layer_of(setting)
+        layer = layer_of(setting, transfers="send")
         run(setting, layer)
         assert layer.transfers == 'sent: transfers="send"'
         other = layer_of(setting, transfers="copy")
@@ -392,6 +397,9 @@ def a_layer_that_sends() -> None:
         one = torch.distributed.get_rank()
         disagreeing = layer_of(setting, transfers="copy" if one else "send")
         raised(InvalidInputError, "disagree in layer", call=lambda: disagreeing(*tensors()))
+        run(setting, by_itself := layer_of(setting))
+        assert by_itself.transfers == "copied"
+        assert "transfers" not in repr(by_itself)
     assert layer_of(Setting(ulysses=2), transfers="copy").transfers == "none: there is no ring"
     raised(InvalidInputError, "transfers='sent'", "Did you mean 'send'", call=lambda: _odd("transfers", "sent"))
 

@@ -89,7 +89,7 @@ class Agreement:
         transfers: str = TRANSFERS[0],
     ) -> None:
         self._ranks, self._timeout, self._layer, self._selections = ranks, timeout, layer, selections
-        self._order, self._balance, self._copies = order, balance, transfers == "copy"
+        self._order, self._balance, self._transfers = order, balance, transfers
         self._plans: dict[str, Plan] = {}
 
     def plan(self, call: Call) -> Plan:
@@ -202,7 +202,7 @@ class Agreement:
         device = call.own[0].device
         try:
             said = {"chosen": [_choice(one) for one in self._selections(plan, call)]}
-            if self._copies:
+            if self._transfers != "send":
                 said["memory"] = offer(self._ranks.ring, device)
         except Exception as error:  # noqa: BLE001 - as above
             wrong, said = error, {"wrong": f"{type(error).__name__}: {error}"}
@@ -218,9 +218,11 @@ class Agreement:
                         "store (POLYATTN_TUNING_STORE) or copies of one, set POLYATTN_TUNING=off on all, or name one "
                         "backend on all of them"
                     )
-        if self._copies:
+        if self._transfers != "send":
             offers = [one["memory"] for one in heard]
-            self._sends(connect(self._ranks, plan, call.own[1:], device, offers, self._timeout))
+            why = connect(self._ranks, plan, call.own[1:], device, offers, self._timeout)
+            if why and self._transfers == "copy":
+                self._sends(why)
 
     def _sends(self, why: str) -> None:
         """Say that blocks are sent which were to be copied.
@@ -228,12 +230,10 @@ class Agreement:
         Raises:
             UnsupportedRequestError: in strict mode, on all ranks.
         """
-        if not why:
-            return
         text = f'transfers="copy" of {self._layer}: {why}'
         if current_settings().strict:
             raise UnsupportedRequestError(
-                f'{text}. Strict mode takes no other way: say transfers="send", or unset POLYATTN_STRICT'
+                f'{text}. Strict mode takes no other way: say transfers="auto" or "send", or unset POLYATTN_STRICT'
             )
         warnings.warn(f"{text}; blocks are sent", RuntimeWarning, stacklevel=2)
 

@@ -33,7 +33,8 @@ __all__ = ["OTHERS", "TRANSFERS", "Link", "Memory", "blocks", "connect", "link_o
 
 OTHERS = -1
 """In the place of a rank: all others, whose keys are gathered."""
-TRANSFERS = ("send", "copy")
+TRANSFERS = ("auto", "copy", "send")
+"""Of a ring's blocks: copied where the devices can and else sent, copied or else told, sent."""
 _Pair = tuple[Tensor, Tensor]
 _Piece = tuple[int, tuple[int, int], int]
 """A rank, rows [start, stop) of its block, and the row that the first of them gets."""

@@ -65,9 +65,10 @@ class USPAttention(nn.Module):
         text_grad: "whole": each rank gets the whole gradient of the text, and gives that of its results, which are the
             same on all ranks. "share": each gets and gives a share, whose sum over the ranks is the whole, as layers
             need whose gradients are summed over the ranks.
-        transfers: how keys and values get to the ranks of a ring: "send", by `torch.distributed`; or "copy", by copy
-            engines out of each other's memory, which takes no multiprocessors from attention. Where a ring cannot, a
-            warning says why, and it sends (an error in strict mode). The layer's `transfers` says what happened.
+        transfers: how keys and values get to the ranks of a ring: "copy", by copy engines out of each other's memory,
+            which takes no multiprocessors from attention; "send", by `torch.distributed`; or "auto", copied where the
+            devices can, and else sent. Where a ring cannot do what "copy" asks for, a warning says why, and it sends
+            (an error in strict mode). The layer's `transfers` says what happened.
         timeout: seconds that a rank waits for the others to come to a call.
 
     Raises:
@@ -93,7 +94,7 @@ class USPAttention(nn.Module):
         order: str = "consecutive",
         kv: str = "ring",
         text_grad: str = "whole",
-        transfers: str = "send",
+        transfers: str = TRANSFERS[0],
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
@@ -353,7 +354,7 @@ class USPAttention(nn.Module):
         changed = {k: v for k, v in self._site.static._asdict().items() if v != default[k]}
         sizes = f"ring={self._ranks.ring.size}, ulysses={self._ranks.ulysses.size}, order={self._order!r}"
         sizes += ", kv='gather'" if self._gathered else ""
-        sizes += ", transfers='copy'" if self._transfers == "copy" else ""
+        sizes += f", transfers={self._transfers!r}" if self._transfers != TRANSFERS[0] else ""
         return ", ".join([sizes, *(f"{k}={v!r}" for k, v in changed.items())])
 
 
