@@ -8,8 +8,8 @@
 Two engines of one size share the model: one is called, one is the server's. Their runs alternate in rounds, and the
 fastest of each counts. The client is a process of its own that streams every answer. Its texts must be those of the
 engine that is called at one request, and in single precision. Else requests that arrive one by one are in other batches
-than those that are called together, which moves the last bits of half precision; --batch-invariant says what that costs,
-and holds for attention alone: products of weights have other bits at other numbers of rows.
+than those that are called together, which moves the last bits of half precision: --batch-invariant holds for attention
+alone, and products of weights have other bits at other numbers of rows.
 
 Throughput is new tokens over the time from sending the requests to the last token, prefill included; the first token's
 time is that of one request alone. A trace has a range for each layer that is called and for each step that is replayed,
