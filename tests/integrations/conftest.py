@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +14,24 @@ import polyattn
 from polyattn.integrations import transformers as host
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def torchvision_beside_another_torch() -> None:
+    """The wheel of torchvision that engines import is of torch's CUDA build. Beside a CPU build its operators do not
+    load, and two of them are looked for at import. Nobody here calls any."""
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+        importlib.import_module("torchvision")
+
+
+torchvision_beside_another_torch()
 
 # The size of everything that a configuration may name.
 SMALL = {

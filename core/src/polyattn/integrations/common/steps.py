@@ -22,7 +22,7 @@ __all__ = ["HostStep", "attend", "requests_of", "write_rows"]
 _PHASES: tuple[ServingPhase, ...] = ("extend", "decode")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class HostStep:
     """A step of N sequences with T new tokens.
 

@@ -74,8 +74,9 @@ class PolyattnAttnBackend(AttentionBackend):  # type: ignore[misc]
         slots = self.req_to_token_pool.req_to_token
         table = slots[batch.req_pool_indices, : longest : self.page_size] // self.page_size
         self._step = HostStep(
-            table.to(torch.int32), lengths, starts, widest, longest, batch.out_cache_loc, len(batch.out_cache_loc), tree
-        )
+            page_table=table.to(torch.int32), seq_lens=lengths, cu_seqlens_q=starts, max_seqlen_q=widest,
+            max_seqlen_k=longest, slots=batch.out_cache_loc, tokens=len(batch.out_cache_loc), tree=tree,
+        )  # fmt: skip
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Refuse graphs of whole steps: calls choose by the lengths of a step."""

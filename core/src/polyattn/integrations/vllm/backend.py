@@ -123,14 +123,14 @@ class PolyattnBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
                 {NAME: ["steps that are not causal"]},
             )
         return PolyattnMetadata(
-            common.block_table_tensor[: common.num_reqs],
-            common.seq_lens[: common.num_reqs],
-            common.query_start_loc[: common.num_reqs + 1],
-            common.max_query_len,
-            common.max_seq_len,
-            common.slot_mapping,
-            common.num_actual_tokens,
-            common.slot_mapping,
+            page_table=common.block_table_tensor[: common.num_reqs],
+            seq_lens=common.seq_lens[: common.num_reqs],
+            cu_seqlens_q=common.query_start_loc[: common.num_reqs + 1],
+            max_seqlen_q=common.max_query_len,
+            max_seqlen_k=common.max_seq_len,
+            slots=common.slot_mapping,
+            tokens=common.num_actual_tokens,
+            slot_mapping=common.slot_mapping,
         )
 
 
