@@ -1,5 +1,6 @@
 """What every test of this repository shares is what a plugin's own tests use: the options and fixtures of the kit."""
 
+import contextlib
 import os
 
 import torch
@@ -20,5 +21,12 @@ share_cards()
 # Triton reads its switch when it is first imported, by whoever that is: before any test, then.
 if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A busy machine is slow, and no test says how fast one has to be.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 pytest_plugins = ["polyattn.testing.plugin"]

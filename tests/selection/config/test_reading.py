@@ -357,7 +357,9 @@ class Quoted(yaml.SafeDumper):
 Quoted.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(options)
 def test_json_and_yaml_round_trip(tmp_path: Path, tree: dict[str, Any]) -> None:
     assert parse_backend_config(json.dumps(tree)) == tree
@@ -376,7 +378,9 @@ def test_any_text_is_options_or_a_config_error(text: str) -> None:
         assert str(error).startswith("--attention-backend-config")  # noqa: PT017 - both ends are fine
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.text("ab:-? []{}&*!<'\"\n0123.", max_size=30))
 def test_any_yaml_is_options_or_a_config_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
