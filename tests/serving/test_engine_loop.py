@@ -67,10 +67,10 @@ class Gate:
 Rig = tuple[Engine, EngineLoop, Gate]
 
 
-@pytest.fixture
-def rig(runner: CausalLMRunner) -> Iterator[Rig]:
+@pytest.fixture(params=[False, True], ids=["told at once", "told beside the next step"])
+def rig(runner: CausalLMRunner, request: pytest.FixtureRequest) -> Iterator[Rig]:
     engine = Engine(runner, EngineConfig(cache=KVCacheConfig(page_size=4), max_requests=2, max_tokens=64))
-    gate, loop = Gate(engine), EngineLoop(engine, waiting=2)
+    gate, loop = Gate(engine), EngineLoop(engine, waiting=2, beside=request.param)
     loop.start()
     yield engine, loop, gate
     gate.error = None
@@ -93,6 +93,31 @@ def test_requests_say_what_generate_says(rig: Rig, runner: CausalLMRunner) -> No
         assert one.tokens == output.token_ids == want.token_ids
     assert (loop.counts.generated_tokens, loop.counts.prompt_tokens) == (6 + 7 + 8 + 9, 8)
     assert loop.counts.ended == {"length": 4}
+
+
+def test_tokens_are_told_when_the_next_step_is_on_its_way_and_the_first_at_once(runner: CausalLMRunner) -> None:
+    engine = Engine(runner, EngineConfig(cache=KVCacheConfig(page_size=4), max_requests=2, max_tokens=64))
+    loop, seen = EngineLoop(engine, beside=True), []
+    forward = engine.memory.forward
+
+    def launched(*given: Any, **options: Any) -> Any:
+        seen.append("launched")
+        return forward(*given, **options)
+
+    engine.memory.forward = launched  # type: ignore[method-assign]
+    done = threading.Event()
+
+    def tell(update: Update) -> None:
+        seen.append(len(update.tokens))
+        if update.output is not None:
+            done.set()
+
+    loop.start()
+    loop.submit([1, 7], SamplingParams(4), tell)
+    assert done.wait(60)
+    loop.close()
+    # Prompt, its token; then each token after the launch of the step behind it, and the last with no step behind it.
+    assert seen == ["launched", 1, "launched", "launched", 1, "launched", 1, 1]
 
 
 def test_a_cancelled_request_gives_its_pages_back(rig: Rig) -> None:

@@ -151,6 +151,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._finished: list[Output] = []
+        self._meanwhile: Callable[[], None] | None = None
         self.stepped: tuple[int, ...] = ()
         self.backends = {PHASES[p]: found.backend for p, found in self.memory.backend.explain().items()}
 
@@ -273,8 +274,11 @@ class Engine:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Output]:
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Output]:
         """Run one step: a token more for those that decode, the next chunk for those that prefill.
+
+        Args:
+            meanwhile: called once, when a device has been given the step's work and before its tokens are waited for.
 
         Returns:
             The outputs that finished in it.
@@ -286,8 +290,10 @@ class Engine:
                 that it may not have written is shared. Step again, or cancel them.
         """
         before = self._scheduler.lengths()
+        self._meanwhile = meanwhile
         try:
             self._step()
+            self._device_works()  # of a step that waits for no token
         except BaseException:
             self._scheduler.undo(before)
             raise
@@ -406,7 +412,9 @@ class Engine:
         if drawn:
             rows = logits if len(drawn) == len(last) else logits[[at for _, at in drawn]]
             points = [uniform(r.params, r.number, len(r.tokens)) for r, _ in drawn]
-            tokens = sample(rows, [r.params for r, _ in drawn], points).tolist()
+            sampled = sample(rows, [r.params for r, _ in drawn], points)
+            self._device_works()
+            tokens = sampled.tolist()
             if -1 in tokens:
                 self._refuse_logits(drawn[tokens.index(-1)][0])
             for (request, _), token in zip(drawn, tokens, strict=True):
@@ -435,6 +443,7 @@ class Engine:
         logits = self.memory.forward(ForwardMode.TARGET_VERIFY, rows, counts, tokens.flatten(), tree=tree)
         drawn = sample(logits, [r.params for r in requests for _ in range(wide)], _points(requests, tree))
         accepted = drawn_accept(tree, tokens, drawn.view_as(tokens))
+        self._device_works()
         nodes, new_tokens = accepted.lists()
         for request, path, new in zip(requests, nodes, new_tokens, strict=True):
             if len(new) < len(path):
@@ -445,6 +454,12 @@ class Engine:
             self.memory.table.slide(work.request.row)
             work.request.backends["verify"] = self.backends["verify"]
             self._append(work.request, new)
+
+    def _device_works(self) -> None:
+        """Do what the host has to do beside it, once a step."""
+        todo, self._meanwhile = self._meanwhile, None
+        if todo is not None:
+            todo()
 
     def _refuse_logits(self, request: Request) -> NoReturn:
         raise InvalidInputError(
