@@ -32,7 +32,7 @@ from polyattn.semantics.kv_quant import mla_pack, mla_unpack
 from polyattn.semantics.token_index import index_scores, pack_index, top_tokens, unpack_index
 
 SCALE, DIMS, PAGE = 192**-0.5, (576, 512), 64
-OWN, PEER, HAND = "dsa/polyattn-triton", "dsa/vllm", "FlashMLA by hand"
+OWN, PEER, HAND = "dsa/polyattn-triton", "flashmla_sparse", "FlashMLA by hand"
 SMALL_OWN = "torch_native"
 """Who serves on a CPU."""
 DENSE = ("triton", "fa3", "flashmla")

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from polyattn import what_if
+from polyattn.contract import AttentionRequest
 from polyattn.semantics.kv_quant import mla_pack_fp8
 from polyattn.testing import Case
 from polyattn.testing.emulators import Emulated, Library
@@ -16,9 +18,9 @@ from .emulators import flash_mla as emulator
 from .test_flashmla import MLA, tables
 
 BUILDS: dict[emulator.Build, Emulated] = {
-    "git": Emulated("dsa", "flash-mla", "cuda:sm90@12.8"),
-    "sgl": Emulated("dsa", "sgl-flash-mla", "cuda:sm90@12.8"),
-    "vllm": Emulated("dsa", "vllm", "cuda:sm90@12.8"),
+    "git": Emulated("dsa", "flashmla_sparse/flash-mla", "cuda:sm90@12.8"),
+    "sgl": Emulated("dsa", "flashmla_sparse/sgl-flash-mla", "cuda:sm90@12.8"),
+    "vllm": Emulated("dsa", "flashmla_sparse/vllm", "cuda:sm90@12.8"),
 }
 GIT = BUILDS["git"]
 LISTED: dict[str, Any] = {**MLA, "token_topk": 5}
@@ -81,3 +83,17 @@ def test_scales_of_any_sign(scale: float, library: Library) -> None:
     assert given["sm_scale"] > 0
     if not scale:
         torch.testing.assert_close(lse[2], torch.full((64,), torch.log(torch.tensor(5.0))))
+
+
+def test_each_of_its_libraries_has_a_name() -> None:
+    """`flashmla_sparse` is FlashMLA's, `dsa/polyattn-triton` the portable kernels, `dsa` whoever comes first."""
+    request = AttentionRequest(**{**LISTED, "platform": "cuda", "arch": "sm90"})
+    for name, served in {
+        "dsa": "flashmla_sparse/vllm",
+        "flashmla_sparse": "flashmla_sparse/vllm",
+        "dsa/flashmla_sparse": "flashmla_sparse/vllm",
+        "dsa/polyattn-triton": "polyattn-triton",
+    }.items():
+        installed = ("vllm", "polyattn-triton", "triton")
+        found = what_if(request, platform="cuda:sm90", installed=installed, backend=name)
+        assert (found.backend, found.provider) == ("dsa", served), name

@@ -244,14 +244,23 @@ DSA = BackendInfo(
     "dsa",
     "cuda",
     (
-        Provider("sgl-flash-mla", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:SglFlashMLASparse", (SGL_FLASH_MLA,)),
-        Provider("flash-mla", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:FlashMLASparse", (FLASH_MLA,)),
-        Provider("vllm", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:VllmFlashMLASparse", (VLLM_FLASH_MLA,)),
+        Provider(
+            "flashmla_sparse/sgl-flash-mla",
+            SPARSE_ROWS,
+            "polyattn_cuda.flashmla_sparse:SglFlashMLASparse",
+            (SGL_FLASH_MLA,),
+        ),
+        Provider(
+            "flashmla_sparse/flash-mla", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:FlashMLASparse", (FLASH_MLA,)
+        ),
+        Provider(
+            "flashmla_sparse/vllm", SPARSE_ROWS, "polyattn_cuda.flashmla_sparse:VllmFlashMLASparse", (VLLM_FLASH_MLA,)
+        ),
         Provider("polyattn-triton", PORTABLE_ROWS, "polyattn_triton.listed:Listed", (PORTABLE, TRITON)),
     ),
     summary="DeepSeek sparse attention: an indexer's top-k tokens over a latent cache",
     priority=60,
-    aliases=(Alias("nsa", ("mla",)),),
+    aliases=(Alias("nsa", ("mla",)), Alias("flashmla_sparse", ("mla",), provider="flashmla_sparse")),
     upstream="https://github.com/deepseek-ai/FlashMLA",
     evidence="emulator",
     note="serves calls with lists of tokens only; which tokens is the model's own choice",
