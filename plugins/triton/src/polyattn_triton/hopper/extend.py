@@ -25,6 +25,7 @@ __all__ = [
     "fits",
     "fits_packed",
     "packed",
+    "ranges_for",
     "takes",
     "takes_packed",
     "takes_parts",
@@ -33,6 +34,11 @@ __all__ = [
 PACKED = False
 """Whether packed keys are read here. No GPU has run this kernel on them yet: it is emulated and compiled, in tests."""
 
+GROUPS = False
+"""Whether groups that are no power of two are computed here over pages. No GPU has run that yet, as `PACKED`."""
+RANGES = False
+"""Whether the keys of few new tokens are cut into ranges here. No GPU has run that yet, as `PACKED`."""
+
 _ROWS = 64
 """Of a warpgroup, queries times heads of a group."""
 _STEPS = 3
@@ -40,6 +46,10 @@ _STEPS = 3
 portable kernel computes 116 TFLOP/s on an H200, this one 85; of one of 1024 at D = 128 333 and 460."""
 _RANGE, _CUTS = 1024, 32
 """Keys of a range, at least, and the most ranges: each leaves a part to be merged."""
+_BESIDE, _MERGED, _PARTS, _GAIN = 1.5, 2.0, 8, 0.9
+"""In blocks of keys: what a tile takes beside them, what merging takes, parts whose merging takes one more; and what
+share of the time is worth the memory of parts. An estimate from the floors of an H100 (a block of 128 keys and rows
+takes 1.9 us, a launch 4), not a measurement."""
 _COLUMNS = 64
 """Of a box of keys: what 128 bytes hold."""
 
@@ -125,7 +135,7 @@ def takes(request: AttentionRequest) -> bool:
 def takes_parts(request: AttentionRequest) -> bool:
     """Whether `extend` is for further parts of such calls, all of whose keys are seen: bf16 and fp16 with a cache of
     the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens, groups of 1 to 64 heads that are a power of
-    two."""
+    two, or any with `GROUPS`."""
     r, group = request, request.group
     return (
         _takes_heads(r)
@@ -133,7 +143,7 @@ def takes_parts(request: AttentionRequest) -> bool:
         and not r.kv_scales
         # Boxes of fewer rows are not worth their copies.
         and r.page_size % 16 == 0
-        and group & (group - 1) == 0
+        and (GROUPS or group & (group - 1) == 0)
     )
 
 
@@ -201,6 +211,33 @@ def cuts_for(device: torch.device, sequences: int, max_seqlen_q: int, max_seqlen
     return max(min(runtime.processors(device) // max(tiles, 1), max_seqlen_k // _RANGE, _CUTS), 1)
 
 
+def ranges_for(
+    device: torch.device, dtype: torch.dtype, sequences: int, max_seqlen_q: int, max_seqlen_k: int, heads: int,
+    group: int, head_dim: int, page_size: int,
+) -> int:  # fmt: skip
+    """Ranges that the keys of each sequence of a call are cut into so that it ends soonest; 1: they stay whole."""
+    config = config_for(device, dtype, head_dim, page_size, group)
+    unit = page_size // piece_of(page_size, config.keys)
+    tiles = sequences * -(-max_seqlen_q * group // config.rows) * heads
+    return _ranges(runtime.processors(device), tiles, -(-max_seqlen_k // config.keys), unit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(processors: int, tiles: int, blocks: int, unit: int) -> int:
+    """As `ranges_for`, of so many blocks of keys, `unit` at least in a range."""
+    units = max(-(-blocks // unit), 1)
+
+    def estimate(cuts: int) -> float:
+        rounds = -(-tiles * cuts // processors)
+        return rounds * (-(-units // cuts) * unit + _BESIDE) + (cuts > 1) * (_MERGED + cuts / _PARTS)
+
+    best = min(range(1, min(units, _CUTS) + 1), key=estimate, default=1)
+    if estimate(best) > _GAIN * estimate(1):
+        return 1
+    # No more than the longest sequence fills.
+    return -(-units // -(-units // best))
+
+
 def _placed(query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The query where TMA can read it, a copy if need be, and its strides."""
     # Nothing steps over an axis of size 1: its stride may be any number, but not for TMA.
@@ -266,13 +303,13 @@ def extend(
         left: keys seen before a query's own position, -1 = no bound.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool, of a tree: read for the last queries' own columns.
         config: instead of that of the table.
-        cuts: above 0, all keys are seen, and those of each sequence are cut into so many ranges: out and lse are
-            float32 [cuts, T_q, H_q, D] and [cuts, T_q, H_q], a part of each.
+        cuts: above 0, the keys of each sequence are cut into so many ranges: out and lse are float32
+            [cuts, T_q, H_q, D] and [cuts, T_q, H_q], a part of each. Without a window, a mask and sinks.
     """
     heads = key_cache.shape[1 if hnd else 2]
     pools = pools_of(key_cache, value_cache, hnd)
     assert pools is not None
-    assert not cuts or not (causal or left >= 0 or attn_mask is not None or sinks is not None)
+    assert not cuts or not (left >= 0 or attn_mask is not None or sinks is not None)
     mask_strides = (0, 0, 0)
     if attn_mask is not None:
         attn_mask = attn_mask if attn_mask.stride(3) == 1 else attn_mask.contiguous()

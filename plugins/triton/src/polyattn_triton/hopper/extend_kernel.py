@@ -9,9 +9,9 @@ such a matrix without pages: a block is one box from the sequence's first row on
 rows is masked like what lies past an end.
 
 Tiles are found on the device: number floor(start * GROUP / M) + n is the first of sequence n, as in
-`kernels.extend`. A program computes many, one after the other. Where CUTS > 0 all keys are seen, and those of a
-sequence are cut into so many ranges, each with tiles of its own whose results are one of as many float32 parts: a
-prefix that many share has few tiles.
+`kernels.extend`. A program computes many, one after the other. Where CUTS > 0 the keys of a sequence are cut into so
+many ranges, each with tiles of its own whose results are one of as many float32 parts: a prefix that many share has few
+tiles, and so have a few new tokens.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def _tile(
     turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, UNIFORM: gl.constexpr,
     CUTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """(sequence, its first token, its queries, its keys, tile in it, key head, range of its keys, the key at which that
-    begins) of round `turn`, for tiles of M rows; a sequence's last tile, which sees most keys, is its first one. Tiles
-    past the end are negative. Where keys are cut, into ranges of a multiple of UNIT, `its keys` are those of the range.
-    Of packed keys, whose `lens` are where sequences begin, the last is a row of their matrix.
+    """(sequence, its first token, its queries, its keys, where query 0 stands among them, tile in it, key head, range
+    of its keys, the key at which that begins) of round `turn`, for tiles of M rows; a sequence's last tile, which sees
+    most keys, is its first one. Tiles past the end are negative. Where keys are cut, into ranges of a multiple of UNIT,
+    `its keys` are those of the range. Of packed keys, whose `lens` are where sequences begin, the last is a row of
+    their matrix.
     """
     lens, starts, sequences, tiles, heads = schedule
     pid = tile_of(turn)
@@ -78,26 +79,27 @@ def _tile(
     if PAGE == 0:
         base = s_k
         s_k = gl.load(lens + n + 1) - base
+    offset = s_k - s_q
     count = (s_q * GROUP + M - 1) // M
     first = part
     if CUTS > 1:
         each = (s_k + CUTS * UNIT - 1) // (CUTS * UNIT) * UNIT
         first = part * each
+        offset -= first
         s_k = gl.minimum(gl.maximum(s_k - first, 0), each)
         # Without keys there is no page either, but for the first.
         first = gl.where(s_k > 0, first, 0)
     if PAGE == 0:
         first = base
-    return n, start, s_q, s_k, count - 1 - tile, head, part, first
+    return n, start, s_q, s_k, offset, count - 1 - tile, head, part, first
 
 
 @gluon.jit
 def _span(
-    tile, s_q, s_k, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr,
+    tile, s_q, s_k, offset, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr,
     M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """`key_blocks` of a tile, and the first key that some row of it may see."""
-    offset = s_k - s_q
     first = tile * M // GROUP + offset
     last = (gl.minimum(tile * M + M, s_q * GROUP) - 1) // GROUP + offset
     plain = s_k
@@ -166,9 +168,11 @@ def _produce(
     done = 0
     patched = 0
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head, _part, first = _tile(turn, schedule, M, GROUP, PAGE, UNIFORM, CUTS, UNIT)
+        n, start, s_q, s_k, offset, tile, head, _part, first = _tile(
+            turn, schedule, M, GROUP, PAGE, UNIFORM, CUTS, UNIT
+        )
         if tile >= 0:
-            span, lowest = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
+            span, lowest = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
             low, high = span[0], span[1]
             if PAGE != 0:
                 lines = table + n.to(gl.int64) * table_row
@@ -280,9 +284,11 @@ def _consume(
     if TURNS:
         first_turn(INDEX, WARPGROUPS)
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head, part, _first = _tile(turn, schedule, M, GROUP, PAGE, UNIFORM, CUTS, UNIT)
+        n, start, s_q, s_k, offset, tile, head, part, _first = _tile(
+            turn, schedule, M, GROUP, PAGE, UNIFORM, CUTS, UNIT
+        )
         if tile >= 0:
-            span = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
+            span = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
             row = tile * M + INDEX * _ROWS
             if TREE:
                 given_at = mask + n.to(gl.int64) * mask_sequence + (head * GROUP).to(gl.int64) * mask_head
@@ -294,7 +300,7 @@ def _consume(
             else:
                 _gather(q, flat(q_ring[0].index(INDEX)), start, row, s_q * GROUP, head, (q_token, q_head), GROUP)
             state = walked(
-                span, step, row, rings, barriers, (), (s_k, s_k - s_q, left, tree), scale, CAUSAL, LEFT, GROUP,
+                span, step, row, rings, barriers, (), (s_k, offset, left, tree), scale, CAUSAL, LEFT, GROUP,
                 INDEX, WARPGROUPS, STAGES, OVERLAP, TURNS,
             )  # fmt: skip
             step = state[0]
