@@ -74,7 +74,7 @@ def described(*box: int) -> str:
 
 def extend(
     width: int, page_size: int, group: int, causal: bool, left: bool, tree: bool, sinks: bool, uniform: bool,
-    cuts: int = 0,
+    parts: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """As `hopper.extend` launches it, for bfloat16 with an LSE. `page_size`: 0 of packed keys."""
     from polyattn_triton.hopper import extend as hopper
@@ -85,7 +85,7 @@ def extend(
     query = "*bf16" if 64 % group else described(64 // group, group, width)
     signature = {"q": query, "k": pages, "v": pages, "lse": "*fp32"}
     signature |= {
-        "out": "*fp32" if cuts else "*bf16",
+        "out": "*fp32" if parts else "*bf16",
         **({"table": "*i32"} if page_size else {}),
         "lens": "*i32",
         "starts": "*i32",
@@ -97,7 +97,7 @@ def extend(
     constants = {name: None for name, kind in optional.items() if not kind} | {
         "CAUSAL": causal, "LEFT": left, "TREE": tree, "GROUP": group, "PAGE": page_size, "UNIFORM": uniform, "D": width,
         "BLOCK_N": config.keys, "WARPGROUPS": config.warpgroups, "STAGES": config.stages, "OVERLAP": config.overlap,
-        "TURNS": config.turns, "REGISTERS": config.registers, "CUTS": cuts,
+        "TURNS": config.turns, "REGISTERS": config.registers, "PARTS": parts,
     }  # fmt: skip
     return compiled(attend, signature, constants, aligned=("q",) if 64 % group else ())
 

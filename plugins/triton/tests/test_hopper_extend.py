@@ -592,7 +592,7 @@ def test_the_adapter_does_not_extend_where_it_would_mean_something_else(adapter:
 # For sm_90, and on one -----------------------------------------------------------------------------------------------
 
 VARIANTS = {
-    # D, page size, group, causal, left window, tree, sinks, all sequences of one length, ranges
+    # D, page size, group, causal, left window, tree, sinks, all sequences of one length, parts
     "causal": (128, 64, 4, True, False, False, False, True),
     "D 64": (64, 16, 8, True, True, False, True, False),
     "all options": (64, 16, 8, True, True, True, True, False),
@@ -600,8 +600,8 @@ VARIANTS = {
     "full": (256, 32, 1, False, False, False, False, False),
     "window": (256, 128, 1, True, True, False, True, False),
     "7 heads": (128, 64, 7, True, False, False, False, False),
-    "12 heads, ranges": (128, 16, 12, True, False, False, False, True, 11),
-    "6 heads, ranges": (64, 128, 6, True, False, False, False, False, 3),
+    "12 heads, ranges": (128, 16, 12, True, False, False, False, True, True),
+    "6 heads, ranges": (64, 128, 6, True, False, False, False, False, True),
     "5 heads, all options": (64, 16, 5, True, True, True, True, False),
 }
 SHORT = ("causal", "D 64", "12 heads, ranges")

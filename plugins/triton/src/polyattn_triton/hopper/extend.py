@@ -400,10 +400,10 @@ def _launch(
             _page_boxes(Memory(keys.value.data_ptr(), keys.value.dtype), pools.value, rows),
             out, lse, sinks, *mask, keys.table, keys.lens, starts, 0 if keys.table is None else keys.table.stride(0),
             pools.row, pools.column, pools.page_rows, sequences, tiles, numbers, heads, max(left, 0),
-            scale * LOG2E.value, out_part, *steps[0], lse_part, *steps[1], strides[0] // 8, strides[1] // 8,
+            scale * LOG2E.value, out_part, *steps[0], lse_part, *steps[1], strides[0] // 8, strides[1] // 8, cuts,
             CAUSAL=causal, LEFT=left >= 0, TREE=mask[0] is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform,
             D=D, BLOCK_N=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, OVERLAP=config.overlap,
-            TURNS=config.turns, REGISTERS=config.registers, CUTS=cuts, num_warps=4,
+            TURNS=config.turns, REGISTERS=config.registers, PARTS=cuts > 0, num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = _key(query.dtype, D, page_size, group)

@@ -9,9 +9,9 @@ such a matrix without pages: a block is one box from the sequence's first row on
 rows is masked like what lies past an end.
 
 Tiles are found on the device: number floor(start * GROUP / M) + n is the first of sequence n, as in
-`kernels.extend`. A program computes many, one after the other. Where CUTS > 0 the keys of a sequence are cut into so
-many ranges, each with tiles of its own whose results are one of as many float32 parts: a prefix that many share has few
-tiles, and so have a few new tokens.
+`kernels.extend`. A program computes many, one after the other. With PARTS the keys of a sequence are cut into ranges,
+each with tiles of its own whose results are one of as many float32 parts: a prefix that many share has few tiles, and
+so have a few new tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROWS = gl.constexpr(64)
 @gluon.jit
 def _tile(
     turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, UNIFORM: gl.constexpr,
-    CUTS: gl.constexpr, UNIT: gl.constexpr,
+    PARTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """(sequence, its first token, its queries, its keys, where query 0 stands among them, tile in it, key head, range
     of its keys, the key at which that begins) of round `turn`, for tiles of M rows; a sequence's last tile, which sees
@@ -50,14 +50,14 @@ def _tile(
     `its keys` are those of the range. Of packed keys, whose `lens` are where sequences begin, the last is a row of
     their matrix.
     """
-    lens, starts, sequences, tiles, heads = schedule
+    lens, starts, sequences, tiles, heads, cuts = schedule
     pid = tile_of(turn)
     number = pid // heads
     head = pid - number * heads
     part = number * 0
-    if CUTS > 1:
-        whole = number // CUTS
-        part = number - whole * CUTS
+    if PARTS:
+        whole = number // cuts
+        part = number - whole * cuts
         number = whole
     if UNIFORM:
         n = number // tiles
@@ -82,8 +82,8 @@ def _tile(
     offset = s_k - s_q
     count = (s_q * GROUP + M - 1) // M
     first = part
-    if CUTS > 1:
-        each = (s_k + CUTS * UNIT - 1) // (CUTS * UNIT) * UNIT
+    if PARTS:
+        each = (s_k + cuts * UNIT - 1) // (cuts * UNIT) * UNIT
         first = part * each
         offset -= first
         s_k = gl.minimum(gl.maximum(s_k - first, 0), each)
@@ -154,7 +154,7 @@ def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexp
 def _produce(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     UNIFORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    CUTS: gl.constexpr, UNIT: gl.constexpr,
+    PARTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """The producer warp."""
     M: gl.constexpr = WARPGROUPS * _ROWS
@@ -169,14 +169,14 @@ def _produce(
     patched = 0
     for turn in range(tiles_here(numbers * heads)):
         n, start, s_q, s_k, offset, tile, head, _part, first = _tile(
-            turn, schedule, M, GROUP, PAGE, UNIFORM, CUTS, UNIT
+            turn, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
         )
         if tile >= 0:
             span, lowest = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
             low, high = span[0], span[1]
             if PAGE != 0:
                 lines = table + n.to(gl.int64) * table_row
-                if CUTS > 1:
+                if PARTS:
                     lines += first // PAGE
                 pool = (head * box_row, page_rows)
             if _ROWS % GROUP == 0:
@@ -267,7 +267,7 @@ def _leave_part(o, out, start, first, rows, steps, GROUP: gl.constexpr):
 def _consume(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     UNIFORM: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
-    CUTS: gl.constexpr, UNIT: gl.constexpr, INDEX: gl.constexpr,
+    PARTS: gl.constexpr, UNIT: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Consumer INDEX: its share of the rows of every query tile."""
     M: gl.constexpr = WARPGROUPS * _ROWS
@@ -285,7 +285,7 @@ def _consume(
         first_turn(INDEX, WARPGROUPS)
     for turn in range(tiles_here(numbers * heads)):
         n, start, s_q, s_k, offset, tile, head, part, _first = _tile(
-            turn, schedule, M, GROUP, PAGE, UNIFORM, CUTS, UNIT
+            turn, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
         )
         if tile >= 0:
             span = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
@@ -309,12 +309,12 @@ def _consume(
             h = head * GROUP + r % GROUP
             if lse is not None:
                 line = lse + (start + r // GROUP).to(gl.int64) * lse_token + h * lse_head
-                if CUTS > 1:
+                if PARTS:
                     line += part.to(gl.int64) * lse_part
                 gl.store(line, natural_lse(top, total), r < s_q * GROUP)
             o = normalised(o, top, total, None if sinks is None else gl.load(sinks + h))
             to = out + head * GROUP * out_head
-            if CUTS == 0:
+            if not PARTS:
                 at, whole, wanted = _leave(
                     o[0], flat(q_ring[0].index(INDEX)), to, start, row, s_q * GROUP, (out_token, out_head), GROUP
                 )
@@ -332,15 +332,15 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=["mask_sequence", "mask_row", "mask_head", "table_row", "sequences", "tiles", "numbers", "left",
-                       "out_part", "lse_part", "q_token", "q_head"],
+                       "out_part", "lse_part", "q_token", "q_head", "cuts"],
 )  # fmt: skip
 def attend(
     q, k, v, out, lse, sinks, mask, mask_sequence, mask_row, mask_head, table, lens, starts, table_row,
     box_row, box_column, page_rows, sequences, tiles, numbers, heads, left, scale,
-    out_part, out_token, out_head, lse_part, lse_token, lse_head, q_token, q_head,
+    out_part, out_token, out_head, lse_part, lse_token, lse_head, q_token, q_head, cuts,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     UNIFORM: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, CUTS: gl.constexpr = 0,
+    OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """At most one program per multiprocessor. q: in boxes [64 / GROUP, GROUP, D], or where GROUP does not divide 64 an
     address, `q_token` and `q_head` being steps of 8 numbers; k, v: in boxes [PIECE, 64].
@@ -348,8 +348,8 @@ def attend(
     A page p of head h begins at row p * page_rows + h * box_row and column h * box_column. PAGE = 0: keys are packed,
     `lens` is where sequences begin among them, [N + 1], and there is no `table`. `numbers`: of tiles, times heads the
     tiles that there may be. UNIFORM: all sequences have `tiles` of them.
-    WARPGROUPS: consumers, 2 or 3. CUTS: of the keys of a sequence, `numbers` being of tiles that are not cut; out and
-    lse are then parts, float32, `out_part` and `lse_part` apart. 0: there are no parts.
+    WARPGROUPS: consumers, 2 or 3. PARTS: the keys of a sequence are cut into `cuts` ranges, `numbers` being of tiles
+    that are not cut; out and lse are then parts, float32, `out_part` and `lse_part` apart.
     """
     PIECE: gl.constexpr = k.block_shape[0]
     UNIT: gl.constexpr = PAGE * BLOCK_N // PIECE if PAGE else BLOCK_N
@@ -374,9 +374,9 @@ def attend(
         made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
         made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
     )  # fmt: skip
-    schedule = (lens, starts, sequences, tiles, heads)
-    if CUTS > 1:
-        numbers *= CUTS
+    schedule = (lens, starts, sequences, tiles, heads, cuts)
+    if PARTS:
+        numbers *= cuts
     produced = (
         q, k, v, (q_box, k_box, v_box), barriers, made_barriers(1, 1), schedule, numbers, left, table, table_row,
         box_row, box_column, page_rows,
@@ -391,15 +391,15 @@ def attend(
             [
                 (_consume, (
                     consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 0,
+                    OVERLAP, TURNS, PARTS, UNIT, 0,
                 )),
                 (_consume, (
                     consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 1,
+                    OVERLAP, TURNS, PARTS, UNIT, 1,
                 )),
                 (_produce, (
                     produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM,
-                    BLOCK_N, WARPGROUPS, STAGES, CUTS, UNIT,
+                    BLOCK_N, WARPGROUPS, STAGES, PARTS, UNIT,
                 )),
             ],
             [4, 1],
@@ -410,19 +410,19 @@ def attend(
             [
                 (_consume, (
                     consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 0,
+                    OVERLAP, TURNS, PARTS, UNIT, 0,
                 )),
                 (_consume, (
                     consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 1,
+                    OVERLAP, TURNS, PARTS, UNIT, 1,
                 )),
                 (_consume, (
                     consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 2,
+                    OVERLAP, TURNS, PARTS, UNIT, 2,
                 )),
                 (_produce, (
                     produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM,
-                    BLOCK_N, WARPGROUPS, STAGES, CUTS, UNIT,
+                    BLOCK_N, WARPGROUPS, STAGES, PARTS, UNIT,
                 )),
             ],
             [4, 4, 1],
