@@ -141,7 +141,7 @@ def test_what_lies_past_the_end_is_cleared(monkeypatch: pytest.MonkeyPatch, requ
         "polyattn_triton.hopper.extend_kernel", reason="not run: the Hopper kernels", exc_type=ImportError
     )
 
-    def leave(boxes: Any, stage: Any, first: Any, last: Any, CHUNKS: int, BLOCK_N: int, STAGES: int) -> None:
+    def leave(boxes: Any, stage: Any, first: Any, last: Any, CHUNKS: int, BLOCK_N: int) -> None:
         """Clears nothing."""
 
     monkeypatch.setattr(extend_kernel, "_clear", types.SimpleNamespace(fn=leave, arg_names=[]))

@@ -140,14 +140,32 @@ def _fetch(descriptor, boxes, places, column, full, number, stage, CHUNKS: gl.co
 
 
 @gluon.jit
-def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Rows [first, last) of a stage become zeros."""
+def _zeros(boxes, first, last, ROWS: gl.constexpr):
+    """ROWS rows at a time of those of all stages become zeros, from number `first` to before `last`."""
     WIDTH: gl.constexpr = boxes.shape[2]
-    rows = viewed(boxes, boxes.dtype, [STAGES * CHUNKS * BLOCK_N, 1, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    zeros = gl.full([1, WIDTH], 0.0, boxes.dtype, gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))
+    COUNT: gl.constexpr = boxes.shape[0] * boxes.shape[1] // ROWS
+    rows = viewed(boxes, boxes.dtype, [COUNT, ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if ROWS == 1:
+        EACH: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
+    else:
+        EACH: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    zeros = gl.full([ROWS, WIDTH], 0.0, boxes.dtype, EACH)
+    for number in range(first, last):
+        rows.index(number).store(zeros)
+
+
+@gluon.jit
+def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Rows [first, last) of a stage become zeros: a sequence of one key leaves all others of a block."""
+    last = gl.maximum(first, last)
+    # Eight rows are a swizzle's pattern: what lies in them stays in them.
+    low = gl.minimum((first + 7) // 8 * 8, last)
+    high = gl.maximum(last // 8 * 8, low)
     for c in gl.static_range(CHUNKS):
-        for row in range(first, last):
-            rows.index((stage * CHUNKS + c) * BLOCK_N + row).store(zeros)
+        before = (stage * CHUNKS + c) * BLOCK_N
+        _zeros(boxes, before + first, before + low, 1)
+        _zeros(boxes, (before + low) // 8, (before + high) // 8, 8)
+        _zeros(boxes, before + high, before + last, 1)
 
 
 @gluon.jit
@@ -207,8 +225,8 @@ def _produce(
                     mbarrier.wait(patch.index(0), patched & 1)
                     patched += 1
                     if LEFT:
-                        _clear(v_box, stage, 0, gone, CHUNKS, BLOCK_N, STAGES)
-                    _clear(v_box, stage, gl.maximum(kept, 0), BLOCK_N, CHUNKS, BLOCK_N, STAGES)
+                        _clear(v_box, stage, 0, gone, CHUNKS, BLOCK_N)
+                    _clear(v_box, stage, gl.maximum(kept, 0), BLOCK_N, CHUNKS, BLOCK_N)
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(v_full.index(stage), count=1)
