@@ -289,6 +289,29 @@ def test_the_adapter_chooses(emulated: None, monkeypatch: pytest.MonkeyPatch, on
         problem.check()
 
 
+def test_gradients_are_of_what_it_leaves(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable backward takes its output and its LSE."""
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "PACKED", True)
+    problem = Problem([(20, 20), (1, 1), (40, 50)], heads=(6, 2))
+    lengths = {**problem.lengths, "max_seqlen_k": 50}
+    bound = dense.Dense().bind(dataclasses.replace(REQUEST, grad=("query", "key", "value"), lse=False))
+    tensors = (problem.query, problem.key, problem.value)
+    out, lse = bound.forward(*tensors, **lengths)
+    dout = torch.randn_like(out)
+    assert bound.backward is not None
+    found = bound.backward(dout, *tensors, out, lse, **lengths)
+    wide = [x.double().requires_grad_() for x in tensors]
+    right = [
+        one(*(x[problem.of(n, which)] for x, which in zip(wide, (0, 1, 1), strict=True)), True, -1, None, None)[0]
+        for n in range(3)
+    ]
+    wanted = torch.autograd.grad(torch.cat(right), wide, dout.double())
+    for gradient, expected in zip(found, wanted, strict=True):
+        error = float((gradient.double() - expected).norm())
+        assert error <= 2 * RELATIVE_L2[gradient.dtype] * float(expected.norm())
+
+
 # For sm_90, and on one -----------------------------------------------------------------------------------------------
 
 VARIANTS = {

@@ -12,7 +12,7 @@ from polyattn.contract import AttentionRequest, Key, PagedTables
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
 from polyattn_triton.kernels.choices import EPOCH, chosen
-from polyattn_triton.kernels.pools import Matrix, Memory, Pools, pools_of
+from polyattn_triton.kernels.pools import Matrix, Memory, Pools, packed_pools, pools_of
 from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.records.tuned import HOPPER_EXTEND
@@ -199,7 +199,7 @@ def fits_packed(query: Tensor, key: Tensor, value: Tensor, out: Tensor, max_seql
         and key.numel() > 0
         # Of few rows most of a tile would be empty.
         and max_seqlen_q * query.shape[1] > _ROWS * key.shape[1]
-        and pools_of(key[None], value[None], False) is not None
+        and packed_pools(key, value) is not None
     )
 
 
@@ -348,7 +348,7 @@ def packed(
             position, -1 = no bound.
         sinks: [H_q] logits. config: instead of that of the table.
     """
-    pools = pools_of(key[None], value[None], False)
+    pools = packed_pools(key, value)
     assert pools is not None
     keys = _Keys(key, value, pools, key.shape[1], None, cu_seqlens_k, 0)
     _launch(
