@@ -99,7 +99,9 @@ def extend(
         "BLOCK_N": config.keys, "WARPGROUPS": config.warpgroups, "STAGES": config.stages, "OVERLAP": config.overlap,
         "TURNS": config.turns, "REGISTERS": config.registers, "PARTS": parts,
     }  # fmt: skip
-    return compiled(attend, signature, constants, aligned=("q",) if 64 % group else ())
+    # As of contiguous outputs.
+    aligned = ("out", "out_part", "out_token", "out_head", *(("q",) if 64 % group else ()))
+    return compiled(attend, signature, constants, aligned=aligned)
 
 
 def dense(width: int, v_width: int, config: dict[str, Any], causal: bool, windowed: bool) -> dict[str, Any]:

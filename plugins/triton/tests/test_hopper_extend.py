@@ -627,6 +627,8 @@ def test_compiles_for_hopper(variant: str) -> None:
     assert found["registers"] is None or found["registers"] * found["warps"] * 32 <= 65536
     assert f"setmaxnreg.inc.sync.aligned.u32 \t{config.registers}" in found["ptx"]
     assert "cp.async.bulk.tensor.2d" in found["ptx"]
+    # Whole rows of outputs, and what a thread has side by side of parts.
+    assert ("st.global.v2.b32" if VARIANTS[variant][8:] else "st.global.v4.b32") in found["ptx"]
     assert overlaps(found["ptx"]) == config.overlap
 
 

@@ -340,7 +340,8 @@ def test_compiles_for_hopper(variant: str) -> None:
     assert found["stack"] is None or found["stack"] <= SPILLED[config.warpgroups]
     assert found["registers"] is None or found["registers"] * found["warps"] * 32 <= 65536
     assert overlaps(found["ptx"]) == config.overlap
-    # Rows that are no boxes are loaded 16 bytes at a time.
+    # Outputs, and rows of queries that are no boxes, 16 bytes at a time.
+    assert "st.global.v4.b32" in found["ptx"]
     assert ("ld.global.v4.b32" in found["ptx"]) == (64 % group != 0)
 
 

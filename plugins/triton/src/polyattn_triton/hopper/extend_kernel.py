@@ -350,7 +350,7 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=["mask_sequence", "mask_row", "mask_head", "table_row", "sequences", "tiles", "numbers", "left",
-                       "out_part", "lse_part", "q_token", "q_head", "cuts"],
+                       "lse_part", "q_token", "q_head", "cuts"],
 )  # fmt: skip
 def attend(
     q, k, v, out, lse, sinks, mask, mask_sequence, mask_row, mask_head, table, lens, starts, table_row,
