@@ -577,6 +577,15 @@ def test_a_session_plans_nothing_for_ranges(monkeypatch: pytest.MonkeyPatch, on:
     assert planned
 
 
+@pytest.mark.parametrize(("queries", "keys", "cut"), [(64, 2048, True), (600, 2048, False), (4, 100, False)])
+def test_ranges_are_of_few_new_tokens(monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, cut: bool) -> None:
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "RANGES", True)
+    monkeypatch.setattr(runtime, "processors", lambda device: 132)
+    call = paged._Call(SMALL)
+    assert (call.ranges(torch.device("cpu"), 1, 2, 2, (queries, keys)) > 1) is cut
+
+
 def test_the_adapter_does_not_extend_where_it_would_mean_something_else(adapter: Callable[..., list[str]]) -> None:
     new = torch.randn(40, 2, 64).bfloat16()
     problem = Problem([(40, 60)], heads=(4, 2), width=64, page_size=16)

@@ -36,6 +36,9 @@ _EXTEND_ROWS = 128
 """Of a tile of `extend`: how many programs it would have follows from them."""
 _LONG = 1024
 """Keys from which on splitting them pays for what it costs."""
+_AHEAD = 4
+"""Keys to a query from which on ranges of them are mostly seen by all queries: under a causal mask others are half
+empty."""
 
 
 class Paged:
@@ -96,6 +99,7 @@ class _Call:
             and r.window[0] < 0
             # Fewer are a small tile of `decode`.
             and max_seqlen_q * group > _FEW // 2
+            and max_seqlen_k >= _AHEAD * max_seqlen_q
             and hopper.on_hopper(device)
         ):
             return 1
