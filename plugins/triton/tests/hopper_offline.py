@@ -74,30 +74,34 @@ def described(*box: int) -> str:
 
 def extend(
     width: int, page_size: int, group: int, causal: bool, left: bool, tree: bool, sinks: bool, uniform: bool,
-    cuts: int = 0,
+    parts: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """As `hopper.extend.extend` launches it, for bfloat16 with an LSE."""
+    """As `hopper.extend` launches it, for bfloat16 with an LSE. `page_size`: 0 of packed keys."""
     from polyattn_triton.hopper import extend as hopper
     from polyattn_triton.hopper.extend_kernel import attend
 
     config = hopper.config_for(torch.device("cpu"), torch.bfloat16, width, page_size, group)
-    pages = described(hopper.piece_of(page_size, config.keys), 64)
-    signature = {"q": described(64 // group, group, width), "k": pages, "v": pages, "lse": "*fp32"}
+    pages = described(hopper.piece_of(page_size, config.keys) if page_size else config.keys, 64)
+    query = "*bf16" if 64 % group else described(64 // group, group, width)
+    signature = {"q": query, "k": pages, "v": pages, "lse": "*fp32"}
     signature |= {
-        "out": "*fp32" if cuts else "*bf16",
-        "table": "*i32",
+        "out": "*fp32" if parts else "*bf16",
+        **({"table": "*i32"} if page_size else {}),
         "lens": "*i32",
         "starts": "*i32",
         "scale": "fp32",
     }
     optional = {"sinks": "*fp32" if sinks else None, "mask": "*i1" if tree else None}
     signature |= {name: kind for name, kind in optional.items() if kind}
+    optional |= {} if page_size else {"table": None}
     constants = {name: None for name, kind in optional.items() if not kind} | {
         "CAUSAL": causal, "LEFT": left, "TREE": tree, "GROUP": group, "PAGE": page_size, "UNIFORM": uniform, "D": width,
         "BLOCK_N": config.keys, "WARPGROUPS": config.warpgroups, "STAGES": config.stages, "OVERLAP": config.overlap,
-        "TURNS": config.turns, "REGISTERS": config.registers, "CUTS": cuts,
+        "TURNS": config.turns, "REGISTERS": config.registers, "PARTS": parts,
     }  # fmt: skip
-    return compiled(attend, signature, constants)
+    # As of contiguous outputs.
+    aligned = ("out", "out_part", "out_token", "out_head", *(("q",) if 64 % group else ()))
+    return compiled(attend, signature, constants, aligned=aligned)
 
 
 def dense(width: int, v_width: int, config: dict[str, Any], causal: bool, windowed: bool) -> dict[str, Any]:

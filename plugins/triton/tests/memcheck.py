@@ -99,6 +99,15 @@ def _hopper_extend(width: int) -> None:
     )  # fmt: skip
 
 
+def _hopper_packed(width: int) -> None:
+    query, key, value = _rows(140, 6, width), *(_rows(333, 2, width) for _ in "kv")
+    starts = [torch.tensor(x, dtype=torch.int32) for x in ([0, 69, 70, 140], [0, 200, 200, 333])]
+    extend.packed(
+        query, key, value, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=70, causal=True, scale=0.1,
+        sinks=torch.randn(6), out=torch.empty_like(query), lse=torch.empty(140, 6),
+    )  # fmt: skip
+
+
 def _hopper_sparse(block: int) -> None:
     query, out = (_rows(2, 4, 300, 128) for _ in range(2))
     key, value = (_rows(2, 2, 333, 128) for _ in range(2))
@@ -118,6 +127,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         for width in (64, 128):
             yield f"hopper forward {width}", partial(_hopper_forward, width)
             yield f"hopper extend {width}", partial(_hopper_extend, width)
+            yield f"hopper packed {width}", partial(_hopper_packed, width)
             yield f"hopper block-sparse {width}", partial(_hopper_sparse, width)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from polyattn.semantics.reference import attention
 from polyattn.testing.conforming import FULL
 from polyattn.testing.families.cached import in_tables
 from polyattn.testing.tolerances import RELATIVE_L2
-from polyattn_triton import paged
+from polyattn_triton import paged, runtime
 from polyattn_triton.hopper import extend as hopper
 from polyattn_triton.kernels.merge import merge
 from polyattn_triton.kernels.pools import pools_of
@@ -135,6 +137,10 @@ CASES = {
     "window, full": ([(70, 400), (30, 20)], {"left": 37, "causal": False}),
     "window, HND": ([(40, 333), (3, 50)], {"left": 50, "hnd": True, "heads": (4, 1)}),
     "a window of one": ([(50, 300)], {"left": 0}),
+    "7 heads": ([(70, 300), (3, 9), (0, 40), (1, 1)], {"heads": (14, 2)}),
+    "12 heads, D 128": ([(9, 290), (5, 17)], {"heads": (12, 1), "page_size": 32, "width": 128}),
+    "5 heads, full": ([(40, 150), (40, 41), (40, 40)], {"heads": (5, 1), "causal": False, "hnd": True}),
+    "3 heads, window": ([(70, 600), (5, 333)], {"left": 100, "page_size": 32, "heads": (6, 2)}),
 }
 
 
@@ -216,6 +222,98 @@ def test_keys_in_ranges(emulated: None) -> None:
     problem.check(causal=False)
 
 
+RANGED = {
+    # (queries, keys) of sequences, and what differs from causal bf16 with 6 heads over 2, D 64, pages of 16 tokens
+    "few tokens": ([(20, 700)], {}),
+    "odd lengths": ([(41, 300), (3, 9), (0, 40), (1, 1), (7, 0), (2, 129)], {}),
+    "more queries than keys": ([(50, 20), (33, 0), (7, 130)], {"heads": (4, 4)}),
+    "prefill": ([(300, 300), (130, 131)], {"heads": (3, 1)}),
+    "12 heads, D 128": ([(9, 520), (5, 17)], {"heads": (12, 1), "width": 128, "page_size": 64}),
+    "pages of 48, HND, full": ([(33, 900), (2, 50)], {"page_size": 48, "hnd": True, "causal": False}),
+    "D 256": ([(30, 300)], {"width": 256, "heads": (5, 1), "page_size": 128}),
+}
+
+
+def in_ranges(problem: Problem, cuts: int, *, causal: bool, sinks: Tensor | None = None) -> None:
+    whole = problem.out, problem.lse
+    problem.out = torch.full((cuts, *whole[0].shape), float("nan"), device=whole[0].device)
+    problem.lse = torch.full((cuts, *whole[1].shape), float("nan"), device=whole[0].device)
+    problem.run(causal=causal, cuts=cuts)
+    merge(problem.out, problem.lse, sinks=sinks, out=whole[0], lse=whole[1])
+    problem.out, problem.lse = whole
+
+
+def ranged(name: str) -> tuple[Problem, bool]:
+    lens, given = RANGED[name]
+    given = {"heads": (6, 2), "width": 64, "page_size": 16, **given}
+    causal = given.pop("causal", True)
+    return Problem(lens, **given), causal
+
+
+@pytest.mark.parametrize("name", RANGED)
+@pytest.mark.parametrize("cuts", [2, 3, 7])
+def test_ranges_of_a_call_of_its_own(emulated: None, name: str, cuts: int) -> None:
+    """A range's keys are masked from where they stand in the sequence."""
+    problem, causal = ranged(name)
+    sinks = torch.randn(problem.query.shape[1]) if cuts == 3 else None
+    in_ranges(problem, cuts, causal=causal, sinks=sinks)
+    problem.check(causal=causal, sinks=sinks)
+
+
+def drawn(seed: int) -> tuple[Problem, dict[str, Any], int]:
+    """A batch that nobody chose, and ranges of its keys or 0."""
+    chance = random.Random(seed)
+    lens = [
+        (chance.choice([0, 1, chance.randint(2, 40), chance.randint(40, 90)]), chance.choice([0, 1, 90, 300]))
+        for _ in range(chance.randint(0, 8))
+    ]
+    lens = [(q, q * chance.randint(0, 1) + k) for q, k in [*lens, (chance.randint(1, 70), chance.randint(1, 400))]]
+    group, heads = chance.choice([1, 3, 5, 6, 7, 8, 12]), chance.choice([1, 2])
+    cuts = chance.choice([0, 0, 2, 5])
+    problem = Problem(
+        lens, page_size=chance.choice([16, 48, 64, 128]), heads=(group * heads, heads), hnd=chance.random() < 0.3,
+        width=chance.choice([64, 64, 128]), left=-1 if cuts else chance.choice([-1, 0, 30, 150]),
+        dtype=chance.choice([torch.bfloat16, torch.float16]),
+    )  # fmt: skip
+    sinks = torch.randn(group * heads) if chance.random() < 0.4 else None
+    return problem, {"causal": chance.random() < 0.7, "sinks": sinks}, cuts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_emulated_as_drawn(emulated: None, seed: int) -> None:
+    problem, options, cuts = drawn(seed)
+    if cuts:
+        in_ranges(problem, cuts, **options)
+    else:
+        problem.run(**options)
+    problem.check(**options)
+
+
+def test_a_key_that_is_missing_is_told(emulated: None) -> None:
+    problem, causal = ranged("few tokens")
+    problem.tables["seq_lens"] -= 1
+    in_ranges(problem, 3, causal=causal)
+    with pytest.raises(AssertionError):
+        problem.check(causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "unit", "ranges"),
+    [
+        (16, 52, 1, 8),  # one round of an H100's 132, and of 52 blocks no range has more than 7
+        (78, 40, 1, 5),  # three rounds of 8 blocks are less than one of 40
+        (2, 11, 1, 11),
+        (12, 97, 1, 11),
+        (132, 40, 1, 1),
+        (4, 2, 1, 1),  # merging takes longer
+        (1, 9, 3, 3),
+        (0, 0, 1, 1),
+    ],
+)
+def test_ranges_end_soonest(tiles: int, blocks: int, unit: int, ranges: int) -> None:
+    assert hopper._ranges(132, tiles, blocks, unit) == ranges
+
+
 def test_same_bits_whatever_else_is_in_the_batch(emulated: None) -> None:
     together = Problem([(70, 300), (3, 9), (90, 90)], heads=(8, 2), width=64, page_size=16)
     together.run(causal=True)
@@ -276,8 +374,12 @@ REQUEST = AttentionRequest(
     ],
     ids=lambda x: ",".join(map(str, x)) if isinstance(x, dict) else "",
 )
-def test_takes(changed: dict[str, Any], taken: bool) -> None:
-    assert hopper.takes(dataclasses.replace(REQUEST, **changed).normalised()) is taken
+def test_takes(changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = dataclasses.replace(REQUEST, **changed).normalised()
+    monkeypatch.setattr(hopper, "GROUPS", False)
+    assert hopper.takes(request) is taken
+    monkeypatch.setattr(hopper, "GROUPS", True)
+    assert hopper.takes(request) is (taken or changed == {"heads": 24})
 
 
 def caches() -> Iterator[Any]:
@@ -435,6 +537,55 @@ def test_the_adapter_cuts_a_shared_prefix(adapter: Callable[..., list[str]], mon
     assert paged._Call(invariant)._cuts(own.query, part.tables, own.key_cache, own.value_cache) == 0
 
 
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+def test_the_adapter_cuts_few_tokens(
+    adapter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    """Few tiles over many keys, but neither a small tile of `decode`, nor a mask, nor where batches must not matter."""
+    monkeypatch.setattr(hopper, "GROUPS", True)
+    monkeypatch.setattr(hopper, "RANGES", on)
+    monkeypatch.setattr(runtime, "processors", lambda device: 132)
+    request = dataclasses.replace(SMALL, heads=12, kv_heads=1, sinks=True)
+
+    def served(request: AttentionRequest, queries: int, **given: Any) -> list[str]:
+        problem = Problem([(queries, 1400)], heads=(12, 1), width=64, page_size=16)
+        sinks = torch.randn(12)
+        found = adapter(problem, request, sinks=sinks, **given)
+        problem.check(causal=True, sinks=sinks)
+        return found
+
+    assert served(request, 5) == (["hopper"] if on else ["decode"])
+    assert served(request, 2) == ["decode"]
+    invariant = dataclasses.replace(request, batch_invariant=True)
+    assert served(invariant, 5) == ["hopper"], "whole"
+    tree = dataclasses.replace(request, mask="bool", tree=True)
+    assert served(tree, 5, attn_mask=torch.ones(1, 1, 5, 1400, dtype=torch.bool)) == ["decode"]
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+def test_a_session_plans_nothing_for_ranges(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "RANGES", on)
+    monkeypatch.setattr(runtime, "processors", lambda device: 132)
+    planned: list[Any] = []
+    monkeypatch.setattr(paged, "items_for", lambda *args, **given: planned.append(given) or (None, None))
+    slot = types.SimpleNamespace(device=torch.device("cpu"), workspace=None)
+    session = paged.Paged().bind(dataclasses.replace(SMALL, heads=16, kv_heads=1)).session(slot)
+    session.plan(types.SimpleNamespace(sequences=1, max_seqlen_q=4, max_seqlen_k=4000))
+    assert bool(planned) is not on
+    session.plan(types.SimpleNamespace(sequences=1, max_seqlen_q=1, max_seqlen_k=4000))
+    assert planned
+
+
+@pytest.mark.parametrize(("queries", "keys", "cut"), [(64, 2048, True), (600, 2048, False), (4, 100, False)])
+def test_ranges_are_of_few_new_tokens(monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, cut: bool) -> None:
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "RANGES", True)
+    monkeypatch.setattr(runtime, "processors", lambda device: 132)
+    call = paged._Call(SMALL)
+    assert (call.ranges(torch.device("cpu"), 1, 2, 2, (queries, keys)) > 1) is cut
+
+
 def test_the_adapter_does_not_extend_where_it_would_mean_something_else(adapter: Callable[..., list[str]]) -> None:
     new = torch.randn(40, 2, 64).bfloat16()
     problem = Problem([(40, 60)], heads=(4, 2), width=64, page_size=16)
@@ -450,15 +601,19 @@ def test_the_adapter_does_not_extend_where_it_would_mean_something_else(adapter:
 # For sm_90, and on one -----------------------------------------------------------------------------------------------
 
 VARIANTS = {
-    # D, page size, group, causal, left window, tree, sinks, all sequences of one length
+    # D, page size, group, causal, left window, tree, sinks, all sequences of one length, parts
     "causal": (128, 64, 4, True, False, False, False, True),
     "D 64": (64, 16, 8, True, True, False, True, False),
     "all options": (64, 16, 8, True, True, True, True, False),
     "tree": (128, 64, 4, False, False, True, False, True),
     "full": (256, 32, 1, False, False, False, False, False),
     "window": (256, 128, 1, True, True, False, True, False),
+    "7 heads": (128, 64, 7, True, False, False, False, False),
+    "12 heads, ranges": (128, 16, 12, True, False, False, False, True, True),
+    "6 heads, ranges": (64, 128, 6, True, False, False, False, False, True),
+    "5 heads, all options": (64, 16, 5, True, True, True, True, False),
 }
-SHORT = ("causal", "D 64")
+SHORT = ("causal", "D 64", "12 heads, ranges")
 """Compiling takes seconds each: the others under --polyattn-full."""
 
 
@@ -481,6 +636,8 @@ def test_compiles_for_hopper(variant: str) -> None:
     assert found["registers"] is None or found["registers"] * found["warps"] * 32 <= 65536
     assert f"setmaxnreg.inc.sync.aligned.u32 \t{config.registers}" in found["ptx"]
     assert "cp.async.bulk.tensor.2d" in found["ptx"]
+    # Whole rows of outputs, and what a thread has side by side of parts.
+    assert ("st.global.v2.b32" if VARIANTS[variant][8:] else "st.global.v4.b32") in found["ptx"]
     assert overlaps(found["ptx"]) == config.overlap
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyattn.contract import AttentionRequest, Bound
 from polyattn_triton import runtime
+from polyattn_triton.hopper import extend as hopper_extend
 from polyattn_triton.hopper import forward as hopper
 from polyattn_triton.kernels.backward import backward
 from polyattn_triton.kernels.forward import forward
@@ -31,6 +32,8 @@ class Dense:
         dtype, masked = getattr(torch, request.dtype), request.mask != "none"
         if request.platform == "cuda" and hopper.takes(dtype, *request.dims, spec=spec, layout=layout, masked=masked):
             attend = _on_hopper(spec, layout)
+        elif request.platform == "cuda" and request.family == "varlen" and hopper_extend.takes_packed(request):
+            attend = _packed_on_hopper(spec)
         differentiate = functools.partial(backward, spec=spec, layout=layout)
         return _bound(request, attend, differentiate)
 
@@ -56,6 +59,25 @@ def _on_hopper(spec: Spec, layout: str) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         fits = hopper.fits(query, key, value, out, spec=spec, layout=layout)
         (hopper.forward if fits else forward)(query, key, value, out, lse, spec=spec, layout=layout, sinks=sinks)
+
+    return attend
+
+
+def _packed_on_hopper(spec: Spec) -> Callable[..., None]:
+    """As `_on_hopper`, for packed calls."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, *, sinks: Tensor | None = None,
+        attn_mask: None = None, **lengths: Any,
+    ) -> None:  # fmt: skip
+        if hopper_extend.fits_packed(query, key, value, out, lengths["max_seqlen_q"]):
+            del lengths["max_seqlen_k"]
+            hopper_extend.packed(
+                query, key, value, causal=spec.right >= 0, left=spec.left, scale=spec.scale, sinks=sinks, out=out,
+                lse=lse, **lengths,
+            )  # fmt: skip
+        else:
+            forward(query, key, value, out, lse, spec=spec, layout="THD", sinks=sinks, **lengths)
 
     return attend
 

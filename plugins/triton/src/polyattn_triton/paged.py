@@ -2,7 +2,8 @@
 
 Few queries over many keys go to `kernels.decode`, which splits the keys among the chip; many queries to
 `kernels.extend`. Both read pages where they lie, of any size, NHD and HND, and take every option that the request can
-have. On a Hopper, `hopper.extend` serves what it takes of the latter. Further parts (`kv_parts`) are calls of their
+have. On a Hopper, `hopper.extend` serves what it takes of the latter, and, in ranges of keys that are merged, some of
+the former. Further parts (`kv_parts`) are calls of their
 own, merged by their LSEs: a prefix that several sequences share is read once for all of their queries, and `hopper`
 cuts its keys where their tiles alone would leave processors idle.
 """
@@ -35,6 +36,9 @@ _EXTEND_ROWS = 128
 """Of a tile of `extend`: how many programs it would have follows from them."""
 _LONG = 1024
 """Keys from which on splitting them pays for what it costs."""
+_AHEAD = 4
+"""Keys to a query from which on ranges of them are mostly seen by all queries: under a causal mask others are half
+empty."""
 
 
 class Paged:
@@ -83,6 +87,26 @@ class _Call:
         rows = max_seqlen_q * group
         programs = sequences * -(-rows // _EXTEND_ROWS) * heads
         return rows <= _FEW or (2 * programs <= runtime.processors(device) and max_seqlen_k >= _LONG)
+
+    def ranges(self, device: torch.device, sequences: int, heads: int, group: int, longest: tuple[int, int]) -> int:
+        """Into how many ranges of keys `hopper.extend` is to cut such sequences; 1: it is not to."""
+        r, (max_seqlen_q, max_seqlen_k) = self.request, longest
+        if not (
+            hopper.RANGES
+            and self.on_hopper
+            and not r.batch_invariant
+            and not self.mask
+            and r.window[0] < 0
+            # Fewer are a small tile of `decode`.
+            and max_seqlen_q * group > _FEW // 2
+            and max_seqlen_k >= _AHEAD * max_seqlen_q
+            and hopper.on_hopper(device)
+        ):
+            return 1
+        dtype = getattr(torch, r.dtype)
+        return hopper.ranges_for(
+            device, dtype, sequences, max_seqlen_q, max_seqlen_k, heads, group, r.head_dim, r.page_size
+        )
 
     # ------------------------------------------------------------------------------------------------------ calls
 
@@ -158,9 +182,16 @@ class _Call:
         r = self.request
         heads = key_cache.shape[1 if self.hnd else 2]
         longest = (tables.max_seqlen_q, tables.max_seqlen_k)
-        if plan is not None or self.few(
-            query.device, tables.seq_lens.shape[0], heads, query.shape[1] // heads, longest
-        ):
+        batch = (query.device, tables.seq_lens.shape[0], heads, query.shape[1] // heads, longest)
+        ranges = self.ranges(*batch) if plan is None else 1
+        if ranges > 1 and self._fits_hopper(key_cache, value_cache, tables, given):
+            outs = query.new_empty(ranges, *query.shape, dtype=torch.float32)
+            lses = query.new_empty(ranges, *query.shape[:2], dtype=torch.float32)
+            self._extend_on_hopper(
+                query, key_cache, value_cache, tables, causal=self.causal, out=outs, lse=lses, cuts=ranges
+            )
+            merge(outs, lses, sinks=given["sinks"], out=given["out"], lse=given["lse"])
+        elif plan is not None or self.few(*batch):
             given |= {"tables": tables, **self.storage, **self.logits}
             given |= {"invariant": r.batch_invariant, "single": self.single}
             decode(query, key_cache, value_cache, plan=plan, **given)
@@ -232,7 +263,8 @@ class _Session:
         r = call.request
         longest = (step.max_seqlen_q, step.max_seqlen_k)
         self._plan = None
-        if not call.few(slot.device, step.sequences, r.kv_heads, r.group, longest):
+        batch = (slot.device, step.sequences, r.kv_heads, r.group, longest)
+        if call.ranges(*batch) > 1 or not call.few(*batch):
             return
         self._plan = items_for(
             r.dims,

@@ -1,4 +1,4 @@
-"""Paged extend on Hopper: the launcher of `extend_kernel.attend`, and what it takes."""
+"""Paged extend and packed prefill on Hopper: the launchers of `extend_kernel.attend`, and what they take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,32 @@ from polyattn.contract import AttentionRequest, Key, PagedTables
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
 from polyattn_triton.kernels.choices import EPOCH, chosen
-from polyattn_triton.kernels.pools import Matrix, Memory, pools_of
+from polyattn_triton.kernels.pools import Matrix, Memory, Pools, packed_pools, pools_of
 from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.records.tuned import HOPPER_EXTEND
 
-__all__ = ["Config", "config_for", "cuts_for", "extend", "fits", "takes", "takes_parts"]
+__all__ = [
+    "Config",
+    "config_for",
+    "cuts_for",
+    "extend",
+    "fits",
+    "fits_packed",
+    "packed",
+    "ranges_for",
+    "takes",
+    "takes_packed",
+    "takes_parts",
+]
+
+PACKED = False
+"""Whether packed keys are read here. No GPU has run this kernel on them yet: it is emulated and compiled, in tests."""
+
+GROUPS = False
+"""Whether groups that are no power of two are computed here over pages. No GPU has run that yet, as `PACKED`."""
+RANGES = False
+"""Whether the keys of few new tokens are cut into ranges here. No GPU has run that yet, as `PACKED`."""
 
 _ROWS = 64
 """Of a warpgroup, queries times heads of a group."""
@@ -26,6 +46,10 @@ _STEPS = 3
 portable kernel computes 116 TFLOP/s on an H200, this one 85; of one of 1024 at D = 128 333 and 460."""
 _RANGE, _CUTS = 1024, 32
 """Keys of a range, at least, and the most ranges: each leaves a part to be merged."""
+_BESIDE, _MERGED, _PARTS, _GAIN = 1.5, 2.0, 8, 0.9
+"""In blocks of keys: what a tile takes beside them, what merging takes, parts whose merging takes one more; and what
+share of the time is worth the memory of parts. An estimate from the floors of an H100 (a block of 128 keys and rows
+takes 1.9 us, a launch 4), not a measurement."""
 _COLUMNS = 64
 """Of a box of keys: what 128 bytes hold."""
 
@@ -62,7 +86,7 @@ _CONFIGS = {
 
 
 def config_for(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, group: int) -> Config:
-    """How heads of this dim run: as was measured there, else as on an H200."""
+    """How heads of this dim run: as was measured there, else as on an H200. `page_size`: 0 of packed keys."""
     return _chosen(device, dtype, head_dim, page_size, group, EPOCH.value)
 
 
@@ -101,9 +125,7 @@ def takes(request: AttentionRequest) -> bool:
     r = request
     return (
         takes_parts(r)
-        and not r.chunk
-        and r.window[1] < 0
-        and not short(r)
+        and _takes_span(r)
         and (r.mask == "none" or (r.mask == "bool" and r.tree))
         # Parts are float32 until they are merged.
         and not r.kv_parts
@@ -113,21 +135,39 @@ def takes(request: AttentionRequest) -> bool:
 def takes_parts(request: AttentionRequest) -> bool:
     """Whether `extend` is for further parts of such calls, all of whose keys are seen: bf16 and fp16 with a cache of
     the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens, groups of 1 to 64 heads that are a power of
-    two."""
+    two, or any with `GROUPS`."""
     r, group = request, request.group
     return (
-        r.dtype in ("bfloat16", "float16")
+        _takes_heads(r)
         and r.kv_storage == r.dtype
         and not r.kv_scales
-        and r.head_dim in _CONFIGS
-        and r.same_dims
         # Boxes of fewer rows are not worth their copies.
         and r.page_size % 16 == 0
-        and 1 <= group <= 64
-        and group & (group - 1) == 0
+        and (GROUPS or group & (group - 1) == 0)
+    )
+
+
+def takes_packed(request: AttentionRequest) -> bool:
+    """Whether `packed` is for packed calls like this on a Hopper: bf16 and fp16, D = D_v of 64, 128 and 256, groups of
+    1 to 64 heads, causal from the bottom right or full, a left window that is not `short`, sinks."""
+    r = request
+    return PACKED and _takes_heads(r) and _takes_span(r) and r.causal != "top_left" and r.mask == "none"
+
+
+def _takes_heads(request: AttentionRequest) -> bool:
+    r = request
+    return (
+        r.dtype in ("bfloat16", "float16")
+        and r.head_dim in _CONFIGS
+        and r.same_dims
+        and 1 <= r.group <= 64
         and (r.scale is None or r.scale > 0)
         and not r.softcap
     )
+
+
+def _takes_span(request: AttentionRequest) -> bool:
+    return not request.chunk and request.window[1] < 0 and not short(request)
 
 
 def fits(key_cache: Tensor, value_cache: Tensor, out: Tensor | None, *, hnd: bool) -> bool:
@@ -145,12 +185,57 @@ def fits(key_cache: Tensor, value_cache: Tensor, out: Tensor | None, *, hnd: boo
     )
 
 
+def fits_packed(query: Tensor, key: Tensor, value: Tensor, out: Tensor, max_seqlen_q: int) -> bool:
+    """Whether `packed`, which `takes_packed` such a call, can be given these tensors: as `fits`, and where the longest
+    sequence has more rows than one consumer.
+
+    Args:
+        query, out: [T_q, H_q, D]; key, value: [T_k, H_kv, D].
+    """
+    return (
+        on_hopper(query.device)
+        and out.dtype is key.dtype
+        and query.numel() > 0
+        and key.numel() > 0
+        # Of few rows most of a tile would be empty.
+        and max_seqlen_q * query.shape[1] > _ROWS * key.shape[1]
+        and packed_pools(key, value) is not None
+    )
+
+
 def cuts_for(device: torch.device, sequences: int, max_seqlen_q: int, max_seqlen_k: int, heads: int, group: int,
     head_dim: int,
 ) -> int:  # fmt: skip
     """Ranges that the keys of each sequence of a part are cut into, so that its tiles fill the device."""
     tiles = sequences * -(-max_seqlen_q * group // _CONFIGS[head_dim].rows) * heads
     return max(min(runtime.processors(device) // max(tiles, 1), max_seqlen_k // _RANGE, _CUTS), 1)
+
+
+def ranges_for(
+    device: torch.device, dtype: torch.dtype, sequences: int, max_seqlen_q: int, max_seqlen_k: int, heads: int,
+    group: int, head_dim: int, page_size: int,
+) -> int:  # fmt: skip
+    """Ranges that the keys of each sequence of a call are cut into so that it ends soonest; 1: they stay whole."""
+    config = config_for(device, dtype, head_dim, page_size, group)
+    unit = page_size // piece_of(page_size, config.keys)
+    tiles = sequences * -(-max_seqlen_q * group // config.rows) * heads
+    return _ranges(runtime.processors(device), tiles, -(-max_seqlen_k // config.keys), unit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(processors: int, tiles: int, blocks: int, unit: int) -> int:
+    """As `ranges_for`, of so many blocks of keys, `unit` at least in a range."""
+    units = max(-(-blocks // unit), 1)
+
+    def estimate(cuts: int) -> float:
+        rounds = -(-tiles * cuts // processors)
+        return rounds * (-(-units // cuts) * unit + _BESIDE) + (cuts > 1) * (_MERGED + cuts / _PARTS)
+
+    best = min(range(1, min(units, _CUTS) + 1), key=estimate, default=1)
+    if estimate(best) > _GAIN * estimate(1):
+        return 1
+    # No more than the longest sequence fills.
+    return -(-units // -(-units // best))
 
 
 def _placed(query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -218,46 +303,112 @@ def extend(
         left: keys seen before a query's own position, -1 = no bound.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool, of a tree: read for the last queries' own columns.
         config: instead of that of the table.
-        cuts: above 0, all keys are seen, and those of each sequence are cut into so many ranges: out and lse are
-            float32 [cuts, T_q, H_q, D] and [cuts, T_q, H_q], a part of each.
+        cuts: above 0, the keys of each sequence are cut into so many ranges: out and lse are float32
+            [cuts, T_q, H_q, D] and [cuts, T_q, H_q], a part of each. Without a window, a mask and sinks.
     """
-    from polyattn_triton.hopper.extend_kernel import attend
-
-    T_q, H_q, D = query.shape
-    page_table, seq_lens, cu_seqlens_q, max_seqlen_q = tables[:4]
-    N, heads = seq_lens.shape[0], key_cache.shape[1 if hnd else 2]
-    group = H_q // heads
-    given, config = config, config or config_for(query.device, query.dtype, D, page_size, group)
-    query, strides = _placed(query)
+    heads = key_cache.shape[1 if hnd else 2]
     pools = pools_of(key_cache, value_cache, hnd)
     assert pools is not None
-    rows = piece_of(page_size, config.keys)
-    tiles, numbers, uniform = tiles_of(T_q, N, max_seqlen_q, group, config.rows)
+    assert not cuts or not (left >= 0 or attn_mask is not None or sinks is not None)
     mask_strides = (0, 0, 0)
     if attn_mask is not None:
         attn_mask = attn_mask if attn_mask.stride(3) == 1 else attn_mask.contiguous()
         steps = zip(attn_mask.shape, attn_mask.stride(), strict=True)
         n, h, i, _ = (step if size > 1 else 0 for size, step in steps)
         mask_strides = (n, i, h)
-    assert not cuts or not (causal or left >= 0 or attn_mask is not None or sinks is not None)
+    keys = _Keys(key_cache, value_cache, pools, heads, tables.page_table, tables.seq_lens, page_size)
+    _launch(
+        query, keys, tables.seq_lens.shape[0], tables.cu_seqlens_q, tables.max_seqlen_q, (attn_mask, *mask_strides),
+        causal=causal, left=left, scale=scale, sinks=sinks, out=out, lse=lse, config=config, cuts=cuts,
+    )  # fmt: skip
+
+
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    causal: bool,
+    left: int = -1,
+    scale: float,
+    sinks: Tensor | None = None,
+    out: Tensor,
+    lse: Tensor | None = None,
+    config: Config | None = None,
+) -> None:
+    """Write `out`, and `lse` where it is given, of a packed call that it `takes_packed` and whose tensors it
+    `fits_packed`. Waits for nothing.
+
+    Args:
+        query, out: [T_q, H_q, D]; key, value: [T_k, H_kv, D]; lse: float32 [T_q, H_q].
+        cu_seqlens_q, cu_seqlens_k: int32 [N + 1]. causal, left: from the bottom right; keys seen before a query's own
+            position, -1 = no bound.
+        sinks: [H_q] logits. config: instead of that of the table.
+    """
+    pools = packed_pools(key, value)
+    assert pools is not None
+    keys = _Keys(key, value, pools, key.shape[1], None, cu_seqlens_k, 0)
+    _launch(
+        query, keys, cu_seqlens_q.shape[0] - 1, cu_seqlens_q, max_seqlen_q, (None, 0, 0, 0), causal=causal, left=left,
+        scale=scale, sinks=sinks, out=out, lse=lse, config=config,
+    )  # fmt: skip
+
+
+class _Keys(NamedTuple):
+    """Keys and values of all sequences, as matrices of rows, and where each sequence has its own.
+
+    Attributes:
+        heads: H_kv. table: of pages, None of packed keys. lens: int32 [N], of packed keys where they begin, [N + 1].
+        page_size: 0 of packed keys.
+    """
+
+    key: Tensor
+    value: Tensor
+    pools: Pools
+    heads: int
+    table: Tensor | None
+    lens: Tensor
+    page_size: int
+
+
+def _launch(
+    query: Tensor, keys: _Keys, sequences: int, starts: Tensor, max_seqlen_q: int,
+    mask: tuple[Tensor | None, int, int, int], *, causal: bool, left: int, scale: float, sinks: Tensor | None,
+    out: Tensor, lse: Tensor | None, config: Config | None, cuts: int = 0,
+) -> None:  # fmt: skip
+    """Arguments as `extend`; `starts`: of sequences among the queries. `mask`: and its strides by (sequence, query,
+    head)."""
+    from polyattn_triton.hopper.extend_kernel import attend
+
+    T_q, H_q, D = query.shape
+    heads, pools, page_size = keys.heads, keys.pools, keys.page_size
+    group = H_q // heads
+    given, config = config, config or config_for(query.device, query.dtype, D, page_size, group)
+    query, strides = _placed(query)
+    rows = piece_of(page_size, config.keys) if page_size else config.keys
+    tiles, numbers, uniform = tiles_of(T_q, sequences, max_seqlen_q, group, config.rows)
     steps = out.stride()[-3:-1], (0, 0) if lse is None else lse.stride()[-2:]
     out_part, lse_part = (out.stride(0), 0 if lse is None else lse.stride(0)) if cuts else (0, 0)
+    boxed = _ROWS % group == 0
     try:
         attend[(min(runtime.processors(query.device), numbers * heads * max(cuts, 1)),)](
-            _query_boxes(Memory(query.data_ptr(), query.dtype), query.shape, strides, group),
-            _page_boxes(Memory(key_cache.data_ptr(), key_cache.dtype), pools.key, rows),
-            _page_boxes(Memory(value_cache.data_ptr(), value_cache.dtype), pools.value, rows),
-            out, lse, sinks, attn_mask, *mask_strides, page_table, seq_lens, cu_seqlens_q, page_table.stride(0),
-            pools.row, pools.column, pools.page_rows, N, tiles, numbers, heads, max(left, 0), scale * LOG2E.value,
-            out_part, *steps[0], lse_part, *steps[1],
-            CAUSAL=causal, LEFT=left >= 0, TREE=attn_mask is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform,
+            _query_boxes(Memory(query.data_ptr(), query.dtype), query.shape, strides, group) if boxed else query,
+            _page_boxes(Memory(keys.key.data_ptr(), keys.key.dtype), pools.key, rows),
+            _page_boxes(Memory(keys.value.data_ptr(), keys.value.dtype), pools.value, rows),
+            out, lse, sinks, *mask, keys.table, keys.lens, starts, 0 if keys.table is None else keys.table.stride(0),
+            pools.row, pools.column, pools.page_rows, sequences, tiles, numbers, heads, max(left, 0),
+            scale * LOG2E.value, out_part, *steps[0], lse_part, *steps[1], strides[0] // 8, strides[1] // 8, cuts,
+            CAUSAL=causal, LEFT=left >= 0, TREE=mask[0] is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform,
             D=D, BLOCK_N=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, OVERLAP=config.overlap,
-            TURNS=config.turns, REGISTERS=config.registers, CUTS=cuts, num_warps=4,
+            TURNS=config.turns, REGISTERS=config.registers, PARTS=cuts > 0, num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = _key(query.dtype, D, page_size, group)
         refuse(HOPPER_EXTEND, asked, None, query.device, config, error, last=given is not None)
-        extend(
-            query, key_cache, value_cache, tables=tables, page_size=page_size, hnd=hnd, causal=causal, left=left,
-            scale=scale, attn_mask=attn_mask, sinks=sinks, out=out, lse=lse, cuts=cuts,
+        _launch(
+            query, keys, sequences, starts, max_seqlen_q, mask, causal=causal, left=left, scale=scale, sinks=sinks,
+            out=out, lse=lse, config=None, cuts=cuts,
         )  # fmt: skip

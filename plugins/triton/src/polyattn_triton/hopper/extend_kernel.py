@@ -1,13 +1,17 @@
-"""The Hopper extend kernel: packed queries over a paged cache, in the manner of `kernel`, whose consumers it shares.
+"""The Hopper extend kernel: packed queries over packed keys or a paged cache, in the manner of `kernel`, whose
+consumers it shares.
 
 A row of a tile is a query with one of the GROUP query heads that share a key head. Q is a view [T_q, H_q, D], read in
-boxes of 64 / GROUP tokens; the pools are matrices of rows, of which a page is PIECE or more that lie together: boxes of
-PIECE rows and 64 columns, side by side, are the tile that products take, so that a block may be of many pages.
+boxes of 64 / GROUP tokens; of a GROUP that does not divide 64 no box is whole tokens: consumers load their rows one by
+one. The pools are matrices of rows, of which a page is PIECE or more that lie together: boxes of PIECE rows and 64
+columns, side by side, are the tile that products take, so that a block may be of many pages. Packed keys (PAGE = 0) are
+such a matrix without pages: a block is one box from the sequence's first row on, and what it has of the next sequence's
+rows is masked like what lies past an end.
 
 Tiles are found on the device: number floor(start * GROUP / M) + n is the first of sequence n, as in
-`kernels.extend`. A program computes many, one after the other. Where CUTS > 0 all keys are seen, and those of a
-sequence are cut into so many ranges, each with tiles of its own whose results are one of as many float32 parts: a
-prefix that many share has few tiles.
+`kernels.extend`. A program computes many, one after the other. With PARTS the keys of a sequence are cut into ranges,
+each with tiles of its own whose results are one of as many float32 parts: a prefix that many share has few tiles, and
+so have a few new tokens.
 """
 
 from __future__ import annotations
@@ -37,20 +41,23 @@ _ROWS = gl.constexpr(64)
 
 @gluon.jit
 def _tile(
-    turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr, CUTS: gl.constexpr, UNIT: gl.constexpr
+    turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, UNIFORM: gl.constexpr,
+    PARTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """(sequence, its first token, its queries, its keys, tile in it, key head, range of its keys, the key at which that
-    begins) of round `turn`, for tiles of M rows; a sequence's last tile, which sees most keys, is its first one. Tiles
-    past the end are negative. Where keys are cut, into ranges of a multiple of UNIT, `its keys` are those of the range.
+    """(sequence, its first token, its queries, its keys, where query 0 stands among them, tile in it, key head, range
+    of its keys, the key at which that begins) of round `turn`, for tiles of M rows; a sequence's last tile, which sees
+    most keys, is its first one. Tiles past the end are negative. Where keys are cut, into ranges of a multiple of UNIT,
+    `its keys` are those of the range. Of packed keys, whose `lens` are where sequences begin, the last is a row of
+    their matrix.
     """
-    lens, starts, sequences, tiles, heads = schedule
+    lens, starts, sequences, tiles, heads, cuts = schedule
     pid = tile_of(turn)
     number = pid // heads
     head = pid - number * heads
     part = number * 0
-    if CUTS > 1:
-        whole = number // CUTS
-        part = number - whole * CUTS
+    if PARTS:
+        whole = number // cuts
+        part = number - whole * cuts
         number = whole
     if UNIFORM:
         n = number // tiles
@@ -69,24 +76,30 @@ def _tile(
     start = gl.load(starts + n)
     s_q = gl.load(starts + n + 1) - start
     s_k = gl.load(lens + n)
+    if PAGE == 0:
+        base = s_k
+        s_k = gl.load(lens + n + 1) - base
+    offset = s_k - s_q
     count = (s_q * GROUP + M - 1) // M
     first = part
-    if CUTS > 1:
-        each = (s_k + CUTS * UNIT - 1) // (CUTS * UNIT) * UNIT
+    if PARTS:
+        each = (s_k + cuts * UNIT - 1) // (cuts * UNIT) * UNIT
         first = part * each
+        offset -= first
         s_k = gl.minimum(gl.maximum(s_k - first, 0), each)
         # Without keys there is no page either, but for the first.
         first = gl.where(s_k > 0, first, 0)
-    return n, start, s_q, s_k, count - 1 - tile, head, part, first
+    if PAGE == 0:
+        first = base
+    return n, start, s_q, s_k, offset, count - 1 - tile, head, part, first
 
 
 @gluon.jit
 def _span(
-    tile, s_q, s_k, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr,
+    tile, s_q, s_k, offset, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr,
     M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """`key_blocks` of a tile, and the first key that some row of it may see."""
-    offset = s_k - s_q
     first = tile * M // GROUP + offset
     last = (gl.minimum(tile * M + M, s_q * GROUP) - 1) // GROUP + offset
     plain = s_k
@@ -127,21 +140,39 @@ def _fetch(descriptor, boxes, places, column, full, number, stage, CHUNKS: gl.co
 
 
 @gluon.jit
-def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Rows [first, last) of a stage become zeros."""
+def _zeros(boxes, first, last, ROWS: gl.constexpr):
+    """ROWS rows at a time of those of all stages become zeros, from number `first` to before `last`."""
     WIDTH: gl.constexpr = boxes.shape[2]
-    rows = viewed(boxes, boxes.dtype, [STAGES * CHUNKS * BLOCK_N, 1, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    zeros = gl.full([1, WIDTH], 0.0, boxes.dtype, gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))
+    COUNT: gl.constexpr = boxes.shape[0] * boxes.shape[1] // ROWS
+    rows = viewed(boxes, boxes.dtype, [COUNT, ROWS, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if ROWS == 1:
+        EACH: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
+    else:
+        EACH: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    zeros = gl.full([ROWS, WIDTH], 0.0, boxes.dtype, EACH)
+    for number in range(first, last):
+        rows.index(number).store(zeros)
+
+
+@gluon.jit
+def _clear(boxes, stage, first, last, CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Rows [first, last) of a stage become zeros: a sequence of one key leaves all others of a block."""
+    last = gl.maximum(first, last)
+    # Eight rows are a swizzle's pattern: what lies in them stays in them.
+    low = gl.minimum((first + 7) // 8 * 8, last)
+    high = gl.maximum(last // 8 * 8, low)
     for c in gl.static_range(CHUNKS):
-        for row in range(first, last):
-            rows.index((stage * CHUNKS + c) * BLOCK_N + row).store(zeros)
+        before = (stage * CHUNKS + c) * BLOCK_N
+        _zeros(boxes, before + first, before + low, 1)
+        _zeros(boxes, (before + low) // 8, (before + high) // 8, 8)
+        _zeros(boxes, before + high, before + last, 1)
 
 
 @gluon.jit
 def _produce(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     UNIFORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    CUTS: gl.constexpr, UNIT: gl.constexpr,
+    PARTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """The producer warp."""
     M: gl.constexpr = WARPGROUPS * _ROWS
@@ -155,24 +186,31 @@ def _produce(
     done = 0
     patched = 0
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head, _part, first = _tile(turn, schedule, M, GROUP, UNIFORM, CUTS, UNIT)
+        n, start, s_q, s_k, offset, tile, head, _part, first = _tile(
+            turn, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
+        )
         if tile >= 0:
-            span, lowest = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
+            span, lowest = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
             low, high = span[0], span[1]
-            lines = table + n.to(gl.int64) * table_row
-            if CUTS > 1:
-                lines += first // PAGE
-            pool = (head * box_row, page_rows)
-            for index in gl.static_range(WARPGROUPS):
-                mbarrier.wait(q_free.index(index), done & 1 ^ 1)
-                mbarrier.expect(q_full.index(index), _ROWS * q_box.shape[3] * 2)
-                token = start + (tile * M + index * _ROWS) // GROUP
-                load(q, [token, head * GROUP, 0], q_full.index(index), q_box.index(index))
+            if PAGE != 0:
+                lines = table + n.to(gl.int64) * table_row
+                if PARTS:
+                    lines += first // PAGE
+                pool = (head * box_row, page_rows)
+            if _ROWS % GROUP == 0:
+                for index in gl.static_range(WARPGROUPS):
+                    mbarrier.wait(q_free.index(index), done & 1 ^ 1)
+                    mbarrier.expect(q_full.index(index), _ROWS * q_box.shape[3] * 2)
+                    token = start + (tile * M + index * _ROWS) // GROUP
+                    load(q, [token, head * GROUP, 0], q_full.index(index), q_box.index(index))
             for i in range(high - low):
                 stage = step % STAGES
                 phase = step // STAGES & 1 ^ 1
                 key = (high - 1 - i) * BLOCK_N
-                places = _places(lines, key, s_k, pool, PAGE, PIECE, BLOCK_N)
+                if PAGE == 0:
+                    places = (first + key,)
+                else:
+                    places = _places(lines, key, s_k, pool, PAGE, PIECE, BLOCK_N)
                 mbarrier.wait(k_free.index(stage), phase)
                 _fetch(k, k_box, places, head * box_column, k_full, stage, stage, CHUNKS)
                 mbarrier.wait(v_free.index(stage), phase)
@@ -187,8 +225,8 @@ def _produce(
                     mbarrier.wait(patch.index(0), patched & 1)
                     patched += 1
                     if LEFT:
-                        _clear(v_box, stage, 0, gone, CHUNKS, BLOCK_N, STAGES)
-                    _clear(v_box, stage, gl.maximum(kept, 0), BLOCK_N, CHUNKS, BLOCK_N, STAGES)
+                        _clear(v_box, stage, 0, gone, CHUNKS, BLOCK_N)
+                    _clear(v_box, stage, gl.maximum(kept, 0), BLOCK_N, CHUNKS, BLOCK_N)
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(v_full.index(stage), count=1)
@@ -196,6 +234,21 @@ def _produce(
                     _fetch(v, v_box, places, head * box_column, v_full, stage, stage, CHUNKS)
                 step += 1
             done += 1
+
+
+@gluon.jit
+def _gather(q, buffer, start, first, rows, head, steps, GROUP: gl.constexpr):
+    """The query's rows from `first` on, loaded one by one; those past the end are the last one again."""
+    q_token, q_head = steps
+    D: gl.constexpr = buffer.shape[1]
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    r = gl.minimum(first + gl.arange(0, _ROWS, gl.SliceLayout(1, WHOLE)), rows - 1)
+    # Steps of 16 bytes, which the compiler is to know of.
+    line = q + ((start + r // GROUP).to(gl.int64) * q_token + (head * GROUP + r % GROUP) * q_head) * 8
+    c = gl.arange(0, D, gl.SliceLayout(0, WHOLE))
+    buffer.store(gl.load(line[:, None] + c[None, :]))
+    fence_async_shared()
+    barrier()
 
 
 @gluon.jit
@@ -230,15 +283,15 @@ def _leave_part(o, out, start, first, rows, steps, GROUP: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, UNIFORM: gl.constexpr,
-    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr, CUTS: gl.constexpr,
-    UNIT: gl.constexpr, INDEX: gl.constexpr,
+    given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
+    UNIFORM: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, TURNS: gl.constexpr,
+    PARTS: gl.constexpr, UNIT: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Consumer INDEX: its share of the rows of every query tile."""
     M: gl.constexpr = WARPGROUPS * _ROWS
     (
-        rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head, sinks,
-        out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
+        q, q_token, q_head, rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head,
+        sinks, out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
     ) = given  # fmt: skip
     q_ring, k_ring, _v_ring = rings
     q_full, q_free = barriers[0], barriers[1]
@@ -249,18 +302,23 @@ def _consume(
     if TURNS:
         first_turn(INDEX, WARPGROUPS)
     for turn in range(tiles_here(numbers * heads)):
-        n, start, s_q, s_k, tile, head, part, _first = _tile(turn, schedule, M, GROUP, UNIFORM, CUTS, UNIT)
+        n, start, s_q, s_k, offset, tile, head, part, _first = _tile(
+            turn, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
+        )
         if tile >= 0:
-            span = _span(tile, s_q, s_k, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
+            span = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
             row = tile * M + INDEX * _ROWS
             if TREE:
                 given_at = mask + n.to(gl.int64) * mask_sequence + (head * GROUP).to(gl.int64) * mask_head
                 tree = (given_at, mask_row, mask_head, s_q * GROUP)
             else:
                 tree = ()
-            mbarrier.wait(q_full.index(INDEX), done & 1)
+            if _ROWS % GROUP == 0:
+                mbarrier.wait(q_full.index(INDEX), done & 1)
+            else:
+                _gather(q, flat(q_ring[0].index(INDEX)), start, row, s_q * GROUP, head, (q_token, q_head), GROUP)
             state = walked(
-                span, step, row, rings, barriers, (), (s_k, s_k - s_q, left, tree), scale, CAUSAL, LEFT, GROUP,
+                span, step, row, rings, barriers, (), (s_k, offset, left, tree), scale, CAUSAL, LEFT, GROUP,
                 INDEX, WARPGROUPS, STAGES, OVERLAP, TURNS,
             )  # fmt: skip
             step = state[0]
@@ -269,20 +327,22 @@ def _consume(
             h = head * GROUP + r % GROUP
             if lse is not None:
                 line = lse + (start + r // GROUP).to(gl.int64) * lse_token + h * lse_head
-                if CUTS > 1:
+                if PARTS:
                     line += part.to(gl.int64) * lse_part
                 gl.store(line, natural_lse(top, total), r < s_q * GROUP)
             o = normalised(o, top, total, None if sinks is None else gl.load(sinks + h))
             to = out + head * GROUP * out_head
-            if CUTS == 0:
+            if not PARTS:
                 at, whole, wanted = _leave(
                     o[0], flat(q_ring[0].index(INDEX)), to, start, row, s_q * GROUP, (out_token, out_head), GROUP
                 )
-                mbarrier.arrive(q_free.index(INDEX), count=1)
+                if _ROWS % GROUP == 0:
+                    mbarrier.arrive(q_free.index(INDEX), count=1)
                 gl.store(at, whole, wanted)
             else:
                 barrier()
-                mbarrier.arrive(q_free.index(INDEX), count=1)
+                if _ROWS % GROUP == 0:
+                    mbarrier.arrive(q_free.index(INDEX), count=1)
                 to += part.to(gl.int64) * out_part
                 _leave_part(o[0], to, start, row, s_q * GROUP, (out_token, out_head), GROUP)
             done += 1
@@ -290,34 +350,40 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=["mask_sequence", "mask_row", "mask_head", "table_row", "sequences", "tiles", "numbers", "left",
-                       "out_part", "lse_part"],
+                       "lse_part", "q_token", "q_head", "cuts"],
 )  # fmt: skip
 def attend(
     q, k, v, out, lse, sinks, mask, mask_sequence, mask_row, mask_head, table, lens, starts, table_row,
     box_row, box_column, page_rows, sequences, tiles, numbers, heads, left, scale,
-    out_part, out_token, out_head, lse_part, lse_token, lse_head,
+    out_part, out_token, out_head, lse_part, lse_token, lse_head, q_token, q_head, cuts,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
     UNIFORM: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, CUTS: gl.constexpr = 0,
+    OVERLAP: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """At most one program per multiprocessor. q: in boxes [64 / GROUP, GROUP, D]; k, v: in boxes [PIECE, 64].
+    """At most one program per multiprocessor. q: in boxes [64 / GROUP, GROUP, D], or where GROUP does not divide 64 an
+    address, `q_token` and `q_head` being steps of 8 numbers; k, v: in boxes [PIECE, 64].
 
-    A page p of head h begins at row p * page_rows + h * box_row and column h * box_column. `numbers`: of tiles, times
-    heads the tiles that there may be. UNIFORM: all sequences have `tiles` of them.
-    WARPGROUPS: consumers, 2 or 3. CUTS: of the keys of a sequence, `numbers` being of tiles that are not cut; out and
-    lse are then parts, float32, `out_part` and `lse_part` apart. 0: there are no parts.
+    A page p of head h begins at row p * page_rows + h * box_row and column h * box_column. PAGE = 0: keys are packed,
+    `lens` is where sequences begin among them, [N + 1], and there is no `table`. `numbers`: of tiles, times heads the
+    tiles that there may be. UNIFORM: all sequences have `tiles` of them.
+    WARPGROUPS: consumers, 2 or 3. PARTS: the keys of a sequence are cut into `cuts` ranges, `numbers` being of tiles
+    that are not cut; out and lse are then parts, float32, `out_part` and `lse_part` apart.
     """
     PIECE: gl.constexpr = k.block_shape[0]
-    UNIT: gl.constexpr = PAGE * BLOCK_N // PIECE
+    UNIT: gl.constexpr = PAGE * BLOCK_N // PIECE if PAGE else BLOCK_N
     WIDTH: gl.constexpr = k.block_shape[1]
     BOXES: gl.constexpr = STAGES * (D // WIDTH) * (BLOCK_N // PIECE)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    q_box = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, _ROWS // GROUP, GROUP, D], q.layout)
+    if _ROWS % GROUP == 0:
+        q_box = gl.allocate_shared_memory(k.dtype, [WARPGROUPS, _ROWS // GROUP, GROUP, D], q.layout)
+    else:
+        BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+        q_box = gl.allocate_shared_memory(k.dtype, [WARPGROUPS, _ROWS, 1, D], BOX)
     k_box = gl.allocate_shared_memory(k.dtype, [BOXES, PIECE, WIDTH], k.layout)
     v_box = gl.allocate_shared_memory(v.dtype, [BOXES, PIECE, WIDTH], v.layout)
     # Boxes side by side are a tile of the layout that products take.
     rings = (
-        (viewed(q_box, q.dtype, [WARPGROUPS, 1, 1, _ROWS, D], FLAT),),
+        (viewed(q_box, k.dtype, [WARPGROUPS, 1, 1, _ROWS, D], FLAT),),
         (viewed(k_box, k.dtype, [STAGES, 1, 1, BLOCK_N, D], FLAT),),
         (viewed(v_box, v.dtype, [STAGES, 1, 1, BLOCK_N, D], FLAT),),
     )
@@ -326,32 +392,32 @@ def attend(
         made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
         made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
     )  # fmt: skip
-    schedule = (lens, starts, sequences, tiles, heads)
-    if CUTS > 1:
-        numbers *= CUTS
+    schedule = (lens, starts, sequences, tiles, heads, cuts)
+    if PARTS:
+        numbers *= cuts
     produced = (
         q, k, v, (q_box, k_box, v_box), barriers, made_barriers(1, 1), schedule, numbers, left, table, table_row,
         box_row, box_column, page_rows,
     )  # fmt: skip
     consumed = (
-        rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head, sinks,
-        out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
+        q, q_token, q_head, rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head,
+        sinks, out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
     )  # fmt: skip
     # Constants lose their nature in a tuple that is a variable: they are written out.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_consume, (
-                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 0,
+                    consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, PARTS, UNIT, 0,
                 )),
                 (_consume, (
-                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 1,
+                    consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, PARTS, UNIT, 1,
                 )),
                 (_produce, (
                     produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM,
-                    BLOCK_N, WARPGROUPS, STAGES, CUTS, UNIT,
+                    BLOCK_N, WARPGROUPS, STAGES, PARTS, UNIT,
                 )),
             ],
             [4, 1],
@@ -361,20 +427,20 @@ def attend(
         gl.warp_specialize(
             [
                 (_consume, (
-                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 0,
+                    consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, PARTS, UNIT, 0,
                 )),
                 (_consume, (
-                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 1,
+                    consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, PARTS, UNIT, 1,
                 )),
                 (_consume, (
-                    consumed, CAUSAL, LEFT, TREE, GROUP, UNIFORM, WARPGROUPS, STAGES,
-                    OVERLAP, TURNS, CUTS, UNIT, 2,
+                    consumed, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM, WARPGROUPS, STAGES,
+                    OVERLAP, TURNS, PARTS, UNIT, 2,
                 )),
                 (_produce, (
                     produced, CAUSAL, LEFT, TREE, GROUP, PAGE, UNIFORM,
-                    BLOCK_N, WARPGROUPS, STAGES, CUTS, UNIT,
+                    BLOCK_N, WARPGROUPS, STAGES, PARTS, UNIT,
                 )),
             ],
             [4, 4, 1],

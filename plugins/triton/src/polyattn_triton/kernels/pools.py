@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Matrix", "Memory", "Pools", "pools_of"]
+__all__ = ["Matrix", "Memory", "Pools", "packed_pools", "pools_of"]
 
 
 class Memory(NamedTuple):
@@ -59,6 +59,15 @@ def pools_of(key_cache: Tensor, value_cache: Tensor, hnd: bool) -> Pools | None:
         return None
     axes = ((x.shape, x.stride(), x.dtype.itemsize) for x in (key_cache, value_cache))
     return _pools(hnd, *axes)
+
+
+def packed_pools(key: Tensor, value: Tensor) -> Pools | None:
+    """As `pools_of`, of packed keys and values [T_k, H_kv, D | D_v]: one page that holds all tokens."""
+    if (key.data_ptr() | value.data_ptr()) & 15:
+        return None
+    # No views are made: a call of few tokens is not to wait for the host.
+    axes = (((1, *x.shape), (x.shape[0] * x.stride(0), *x.stride()), x.dtype.itemsize) for x in (key, value))
+    return _pools(False, *axes)
 
 
 _Axes = tuple[tuple[int, ...], tuple[int, ...], int]

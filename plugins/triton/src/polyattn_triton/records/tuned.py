@@ -71,7 +71,7 @@ HOPPER_EXTEND = Kernel(
     },
     versions=_VERSIONS,
 )
-"""Choices: of `hopper.extend.Config`."""
+"""`page_size`: 0 of packed keys. Choices: of `hopper.extend.Config`."""
 
 FORWARD = Kernel(
     "triton.forward",
