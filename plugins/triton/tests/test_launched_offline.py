@@ -28,6 +28,8 @@ EVERYWHERE = (
     Problem("latent", (512, 64), heads=(16, 1)),
     Problem("dsa", (512, 64), heads=(128, 1), page_size=64),
     Problem("dsa", (512, 64), heads=(16, 1), queries=3, kv_dtype="fp8_e4m3", page_size=64),
+    Problem("dequantise", (128, 128), heads=(32, 8), page_size=64),
+    Problem("dequantise", (48, 48), dtype="float32"),
     Problem("chosen", (128, 128)),
     Problem("gdn", (128, 128), heads=(4, 2), queries=300),
     Problem("kda", (128, 128), heads=(4, 2), queries=300),
