@@ -41,7 +41,7 @@ class Problem:
     (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged),
     dequantise (pages of every format of keys and of latent rows), gdn and kda (chunks forward and backward; H_q heads
     of values; their steps and convolutions too), latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with
-    kv_dtype fp8_e4m3, or dsa (scores of an indexer, lists, and latent attention to lists).
+    kv_scales block128, or dsa (scores of an indexer, lists, and latent attention to lists).
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -278,13 +278,14 @@ def _latent(problem: Problem) -> None:
 
     heads, T, (d_c, d_r) = problem.heads[0], 2 * problem.queries, problem.dims
     pages, dtype = 2 * -(-300 // problem.page_size), getattr(torch, problem.dtype)
-    if problem.kv_dtype == "fp8_e4m3":
+    stored = problem.kv_scales or ("" if problem.kv_dtype == "auto" else problem.kv_dtype)
+    if stored == "block128":
         cache = torch.zeros(pages, problem.page_size, 656, dtype=torch.uint8)
     else:
-        cache = _tensor(problem, pages, problem.page_size, d_c + d_r)
+        cache = _tensor(problem, pages, problem.page_size, d_c + d_r, dtype=_STORED.get(stored))
     launch = latent.launch_for(
         torch.get_default_device(), dtype, heads, problem.dims, 2, problem.queries, 300, problem.batch_invariant,
-        additive=problem.mask == "additive", fp8=problem.kv_dtype == "fp8_e4m3",
+        additive=problem.mask == "additive", stored=stored,
     )  # fmt: skip
     shares = torch.zeros(max(launch.numbers(2), 1), dtype=torch.int32)
     given = _tables(problem)
