@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 
 from polyattn.errors import UnsupportedRequestError
-from polyattn.lowering import bind, lengths
+from polyattn.lowering import bind, dequantise_kv, lengths
 from polyattn.semantics import reference
+from polyattn.semantics.paged_kv import Pool
 
 from .harness import EXACT, GATES, Lowered, families_of, offers, takes
 from .serving import cached, exact, gates, make, run, same, steps, words
@@ -90,6 +91,40 @@ def test_only_pages_in_the_table_are_dequantised_and_only_as_many_as_are_in_use(
     bound = bind(target.plan(step.request), load, load)
     bound.forward(step.tensors[0], *large, **words({**step.given, "page_table": wide, "max_seqlen_k": 12}))
     assert seen == [((6, 8, 2, 16), [[0, 1], [2, 3], [4, 5]])]
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+@pytest.mark.parametrize("saved", [None, True, False])
+def test_a_package_copies_the_pages_that_it_can(saved, takes_it, monkeypatch):
+    """It gets the columns in use, after new rows are stored; what lies behind a sequence's last token it leaves."""
+    asked = []
+
+    class Ops:
+        def dequantised(self, request, cache, scale, page_table, seq_lens):
+            asked.append((request, cache, scale, page_table, seq_lens))
+            if not takes_it:
+                return None
+            owned = page_table.long().where(torch.arange(page_table.shape[1]) * 8 < seq_lens[:, None], 0)
+            made = Pool(request, cache, scale).pages(owned.flatten(), torch.float32).unflatten(0, owned.shape)
+            real = torch.arange(page_table.shape[1] * 8).view(-1, 8) < seq_lens[:, None, None]
+            return made.where(real[..., None, None], torch.nan).flatten(0, 1)
+
+    fields = {"kv_dtype": "fp8_e4m3", "kv_scales": "token", "save_kv_cache": saved}
+    results = []
+    for ops in (None, Ops()):
+        step = make(cached(**fields), LENGTHS, 1, new=saved is not None)
+        given = {**step.given, "page_table": torch.nn.functional.pad(step.given["page_table"], (0, 500), value=10**6)}
+        monkeypatch.setattr(dequantise_kv, "device_ops", lambda device_type, ops=ops: ops)
+        results.append((run(dataclasses.replace(step, given=given), READ_ONLY, ("dequantise_kv",)), *step.tensors))
+    for plain, found in zip(*results, strict=True):
+        assert same(plain, found) if isinstance(plain, torch.Tensor) else all(map(same, plain, found))
+    assert [(one[0].kv_scales, tuple(one[3].shape)) for one in asked] == [("token", (3, 1))] * 2
+    assert all(one[1] is cache for one, cache in zip(asked, step.tensors[1:], strict=True))
+
+
+def test_a_package_without_such_a_kernel_leaves_the_pages_to_core(monkeypatch):
+    monkeypatch.setattr(dequantise_kv, "device_ops", lambda device_type: object())
+    exact(make(cached(dtype="float64", kv_dtype="int8", kv_scales="head"), LENGTHS, 1), PLAIN, ("dequantise_kv",))
 
 
 def test_a_copy_that_its_kernel_was_not_chosen_for_is_refused(monkeypatch):

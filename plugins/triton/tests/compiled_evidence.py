@@ -42,7 +42,10 @@ def problems() -> Iterator[Problem]:
     yield Problem("latent", (512, 64), heads=(16, 1))
     yield Problem("latent", (512, 64), heads=(16, 1), batch_invariant=True)
     yield Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="additive")
-    yield Problem("latent", (512, 64), heads=(128, 1), queries=4, kv_dtype="fp8_e4m3", page_size=64)
+    yield Problem(
+        "latent", (512, 64), heads=(128, 1), queries=4, page_size=64, kv_dtype="fp8_e4m3", kv_scales="block128"
+    )
+    yield from (Problem("latent", (512, 64), heads=(16, 1), kv_dtype=kind) for kind in ("fp8_e4m3", "fp8_e5m2"))
 
 
 def main() -> None:

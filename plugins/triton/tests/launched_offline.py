@@ -38,10 +38,10 @@ SHARED_MEMORY = {
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
-    (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged), gdn and
-    kda (chunks forward and backward; H_q heads of values; their steps and convolutions too), latent, whose dims are
-    (D_c, D_r) and whose rows are of 656 bytes with kv_dtype fp8_e4m3, or dsa (scores of an indexer, lists, and latent
-    attention to lists).
+    (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged),
+    dequantise (pages of every format of keys and of latent rows), gdn and kda (chunks forward and backward; H_q heads
+    of values; their steps and convolutions too), latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with
+    kv_scales block128, or dsa (scores of an indexer, lists, and latent attention to lists).
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -250,18 +250,42 @@ def _write_and_merge(problem: Problem) -> None:
         merge_parts(parts, [lses[0]] * len(parts), out=outs[0], lse=lses[0])
 
 
+def _dequantise(problem: Problem) -> None:
+    """Every kind of cache as numbers: keys of heads, and latent rows of 576."""
+    from polyattn.contract import AttentionRequest
+    from polyattn.semantics.kv_quant import LATENT_FORMATS
+    from polyattn_triton.kernels.dequantise import dequantised
+
+    page_table, seq_lens = _tables(problem)["tables"][:2]
+    columns, size, H, D = page_table.shape[1], problem.page_size, problem.heads[1], problem.dims[0]
+    sizes = {"": (), "tensor": (1,), "head": (H,), "token": (2 * columns, size, H)}
+    how = {"dtype": problem.dtype, "page_size": size, "head_dim": D}
+    for kind, stored in _STORED.items():
+        for scales, shape in ({"block16": ()} if kind == "fp4_e2m1" else sizes).items():
+            request = AttentionRequest(family="paged", kv_dtype=kind, kv_scales=scales, **how)
+            cache = torch.zeros(2 * columns, size, H, D // 2 if scales == "block16" else D).to(stored)
+            scale = torch.zeros(2 * columns, size, H, D // 16).to(torch.float8_e4m3fn)
+            given = scale if scales == "block16" else torch.zeros(shape) if scales else None
+            dequantised(request, cache, given, page_table, seq_lens)
+    for one in LATENT_FORMATS:
+        cache = torch.zeros(2 * columns, size, one.entries(576)).to(one.dtype)
+        said = {**how, "kv_dtype": one.kv_dtype, "kv_scales": one.kv_scales, "head_dim": 576, "v_head_dim": 512}
+        dequantised(AttentionRequest(family="mla", **said), cache, None, page_table, seq_lens)
+
+
 def _latent(problem: Problem) -> None:
     from polyattn_triton.kernels import latent
 
     heads, T, (d_c, d_r) = problem.heads[0], 2 * problem.queries, problem.dims
     pages, dtype = 2 * -(-300 // problem.page_size), getattr(torch, problem.dtype)
-    if problem.kv_dtype == "fp8_e4m3":
+    stored = problem.kv_scales or ("" if problem.kv_dtype == "auto" else problem.kv_dtype)
+    if stored == "block128":
         cache = torch.zeros(pages, problem.page_size, 656, dtype=torch.uint8)
     else:
-        cache = _tensor(problem, pages, problem.page_size, d_c + d_r)
+        cache = _tensor(problem, pages, problem.page_size, d_c + d_r, dtype=_STORED.get(stored))
     launch = latent.launch_for(
         torch.get_default_device(), dtype, heads, problem.dims, 2, problem.queries, 300, problem.batch_invariant,
-        additive=problem.mask == "additive", fp8=problem.kv_dtype == "fp8_e4m3",
+        additive=problem.mask == "additive", stored=stored,
     )  # fmt: skip
     shares = torch.zeros(max(launch.numbers(2), 1), dtype=torch.int32)
     given = _tables(problem)
@@ -477,6 +501,7 @@ def _no_further() -> None:
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
 _CALLS |= {"gdn": _linear, "kda": _linear, "write": _write_and_merge, "dsa": _dsa}
+_CALLS |= {"dequantise": _dequantise}
 
 
 def call(problem: Problem) -> None:

@@ -48,7 +48,9 @@ PORTABLE = (
     Problem("decode", (64, 64), kv_dtype="fp4_e2m1", kv_scales="block16"),
     Problem("decode", (40, 24), kv_dtype="int8", kv_scales="tensor", mask="bool"),
     Problem("latent", (512, 64), heads=(128, 1), page_size=64),
-    Problem("latent", (512, 64), heads=(16, 1), queries=3, kv_dtype="fp8_e4m3", page_size=64),
+    Problem("latent", (512, 64), heads=(16, 1), queries=3, kv_dtype="fp8_e4m3", kv_scales="block128", page_size=64),
+    Problem("latent", (512, 64), heads=(16, 1), queries=3, kv_dtype="fp8_e5m2", page_size=64),
+    Problem("dequantise", (64, 64), page_size=5),
     Problem("latent", (128, 32), heads=(8, 1), mask="additive"),
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn.contract import AttentionRequest, Slot
 from polyattn.errors import InvalidInputError
 from polyattn.semantics import reference
-from polyattn.semantics.kv_quant import mla_pack_fp8
+from polyattn.semantics.kv_quant import mla_pack
 from polyattn.testing.families.cached import in_tables
 from polyattn_triton import runtime
 from polyattn_triton.kernels import latent
@@ -20,6 +20,7 @@ from polyattn_triton.latent import Latent
 
 NAN = float("nan")
 RAGGED = ((1, 63), (1, 0), (1, 1), (1, 100))
+ROWS, E4M3, E5M2 = ("fp8_e4m3", "block128"), ("fp8_e4m3", ""), ("fp8_e5m2", "")
 EXTEND = ((7, 64), (1, 9), (0, 30), (20, 100))
 
 
@@ -32,7 +33,8 @@ class Call:
     widths: tuple[int, int] = (32, 16)
     page: int = 16
     dtype: torch.dtype = torch.float32
-    fp8: bool = False
+    kind: tuple[str, str] = ("", "")
+    """kv_dtype and kv_scales of rows in fewer bits."""
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -45,7 +47,7 @@ class Call:
             self.page_table[n, :count] = mine
             for t in range(self.lengths[n][1]):
                 rows[mine[t // self.page], t % self.page] = torch.randn(rows.shape[2], generator=draw)
-        self.cache = mla_pack_fp8(rows) if self.fp8 else rows.to(self.dtype)
+        self.cache = mla_pack(rows, *self.kind) if self.kind[0] else rows.to(self.dtype)
         self.query = torch.randn(sum(self.queries), self.heads, rows.shape[2], generator=draw).to(self.dtype)
         self.seq_lens = torch.tensor([k for _, k in self.lengths], dtype=torch.int32)
         self.cu_seqlens_q = torch.tensor([0, *self.queries]).cumsum(0).int()
@@ -57,7 +59,9 @@ class Call:
 
     def launch(self, **options: Any) -> latent.Launch:
         kind = (self.query.device, self.query.dtype, self.heads, self.widths)
-        return latent.launch_for(*kind, len(self.lengths), *self.most, **options)
+        stored = latent.stored_as(self.cache.dtype)
+        assert stored == (self.kind[1] or self.kind[0])
+        return latent.launch_for(*kind, len(self.lengths), *self.most, stored=stored, **options)
 
     def run(self, launch: latent.Launch, **options: Any) -> tuple[Tensor, Tensor]:
         rows = launch.pieces(len(self.lengths))
@@ -100,7 +104,11 @@ class Call:
         pytest.param(Call(EXTEND, widths=(48, 0)), {"scale": -0.1}, id="no rope, negative scale"),
         pytest.param(Call(RAGGED, heads=20, widths=(24, 40)), {}, id="odd widths and heads"),
         pytest.param(Call(RAGGED, dtype=torch.bfloat16), {}, id="bfloat16"),
-        pytest.param(Call(RAGGED, dtype=torch.bfloat16, fp8=True, widths=(512, 64)), {"scale": 0.05}, id="fp8 rows"),
+        pytest.param(Call(RAGGED, dtype=torch.bfloat16, kind=ROWS, widths=(512, 64)), {"scale": 0.05}, id="fp8 rows"),
+        pytest.param(Call(RAGGED, dtype=torch.bfloat16, kind=E4M3, widths=(512, 64)), {"scale": 0.05}, id="e4m3"),
+        pytest.param(Call(RAGGED, kind=E4M3, page=5), {}, id="e4m3 in pages that no block divides"),
+        pytest.param(Call(EXTEND, kind=E5M2, widths=(24, 40)), {"window": (17, -1)}, id="e5m2"),
+        pytest.param(Call(EXTEND, dtype=torch.float16, kind=E5M2, widths=(48, 0)), {}, id="e5m2 without rope"),
     ],
 )
 def test_values(call: Call, options: dict[str, Any]) -> None:

@@ -26,8 +26,12 @@ EVERYWHERE = (
     Problem("extend", (64, 24), queries=64, kv_dtype="fp8_e4m3"),
     Problem("decode", (16, 64), kv_dtype="fp4_e2m1", kv_scales="block16", fresh=True),
     Problem("latent", (512, 64), heads=(16, 1)),
+    Problem("latent", (512, 64), heads=(128, 1), kv_dtype="fp8_e4m3", page_size=64),
+    Problem("latent", (24, 16), heads=(16, 1), queries=3, kv_dtype="fp8_e5m2"),
     Problem("dsa", (512, 64), heads=(128, 1), page_size=64),
     Problem("dsa", (512, 64), heads=(16, 1), queries=3, kv_dtype="fp8_e4m3", page_size=64),
+    Problem("dequantise", (128, 128), heads=(32, 8), page_size=64),
+    Problem("dequantise", (48, 48), dtype="float32"),
     Problem("chosen", (128, 128)),
     Problem("gdn", (128, 128), heads=(4, 2), queries=300),
     Problem("kda", (128, 128), heads=(4, 2), queries=300),
@@ -40,6 +44,7 @@ HOPPER = (
     *(Problem(rule, (128, 128), heads=(16, 8), queries=300) for rule in ("gdn", "kda")),
 )
 _QUANTISED = (("auto", ""), ("fp8_e4m3", "token"), ("int8", "head"), ("fp4_e2m1", "block16"))
+_LATENT = (("fp8_e4m3", "block128"), ("fp8_e4m3", ""), ("fp8_e5m2", ""))
 _ODD = ((24, 24), (40, 16), (72, 72), (96, 96), (192, 128), (80, 64))
 FULL = (
     *(
@@ -68,15 +73,17 @@ FULL = (
         for call, queries in (("decode", 16), ("extend", 64))
     ),
     *(
-        Problem("latent", dims, heads=(heads, 1), queries=4, mask=mask, kv_dtype=kind, dtype=dtype)
+        Problem("latent", dims, heads=(heads, 1), queries=4, mask=mask, kv_dtype=kind, kv_scales=scales, dtype=dtype)
         for mask in ("", "bool", "additive")
-        for dims, heads, kind, dtype in (
-            ((512, 64), 1, "auto", "bfloat16"),
-            ((512, 64), 8, "fp8_e4m3", "bfloat16"),
-            ((512, 64), 128, "fp8_e4m3", "bfloat16"),
-            ((512, 128), 16, "auto", "float16"),
-            ((128, 32), 16, "auto", "bfloat16"),
-            ((512, 64), 16, "auto", "float32"),
+        for dims, heads, kind, scales, dtype in (
+            ((512, 64), 1, "auto", "", "bfloat16"),
+            ((512, 64), 8, *_LATENT[0], "bfloat16"),
+            ((512, 64), 128, *_LATENT[0], "bfloat16"),
+            ((512, 64), 128, *_LATENT[1], "bfloat16"),
+            ((128, 32), 16, *_LATENT[2], "float32"),
+            ((512, 128), 16, "auto", "", "float16"),
+            ((128, 32), 16, "auto", "", "bfloat16"),
+            ((512, 64), 16, "auto", "", "float32"),
         )
     ),
 )
@@ -93,6 +100,12 @@ def _check(target: str, *problems: Problem) -> None:
 @pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942"])
 def test_compilers_take_what_is_launched(target: str) -> None:
     _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()))
+
+
+def test_latent_rows_of_8_bits_are_cut_into_blocks_that_tensor_cores_multiply() -> None:
+    """Where shared memory is small, blocks are cut too: to no fewer keys than `least` says."""
+    asked: dict[str, Any] = {"heads": (128, 1), "queries": 4, "page_size": 64, "mask": "additive"}
+    _check("cuda:86", *(Problem("latent", (512, 64), kv_dtype=dtype, kv_scales=by, **asked) for dtype, by in _LATENT))
 
 
 @pytest.mark.parametrize("chip", compiled_evidence.CHIPS)
@@ -129,6 +142,7 @@ ARCHITECTURES = tuple(
 _WIDE = Problem("forward", (192, 192), queries=256)
 _FLOAT = Problem("forward", (256, 256), queries=256, dtype="float32")
 _ROWS = {"queries": 16, "mask": "additive"}
+_656 = {"kv_dtype": "fp8_e4m3", "kv_scales": "block128"}
 NEAREST: dict[str, tuple[Problem, ...]] = {
     # By what they need, nearest to 227 KiB, where an H100 has its own tables.
     "cuda:90": (
@@ -140,6 +154,7 @@ NEAREST: dict[str, tuple[Problem, ...]] = {
         Problem("decode", (256, 256), **_ROWS),
         Problem("extend", (256, 256), queries=64, mask="additive", page_size=64),
         Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="bool"),
+        Problem("latent", (512, 64), heads=(128, 1), queries=4, **_656, page_size=64),
         Problem("latent", (512, 64), heads=(128, 1), queries=4, kv_dtype="fp8_e4m3", page_size=64),
         Problem("latent", (448, 128), heads=(128, 1), queries=4, page_size=64),
         Problem("kda", (128, 128), heads=(4, 2), queries=300),
@@ -156,7 +171,8 @@ NEAREST: dict[str, tuple[Problem, ...]] = {
         Problem("decode", (128, 128), **_ROWS, kv_dtype="fp4_e2m1", kv_scales="block16"),
         Problem("extend", (256, 256), queries=64, dtype="float32", mask="additive"),
         Problem("extend", (128, 128), queries=64, mask="additive", kv_dtype="fp4_e2m1", kv_scales="block16"),
-        Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="additive", kv_dtype="fp8_e4m3", page_size=64),
+        Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="additive", **_656, page_size=64),
+        Problem("latent", (512, 64), heads=(128, 1), queries=4, mask="additive", kv_dtype="fp8_e5m2", page_size=64),
         Problem("latent", (448, 128), heads=(16, 1), queries=4),
         *(Problem(rule, (256, 256), heads=(4, 2), queries=300, dtype="float32") for rule in ("gdn", "kda")),
     ),
@@ -168,6 +184,7 @@ NEAREST: dict[str, tuple[Problem, ...]] = {
     "cuda:100": (
         Problem("forward", (128, 128), queries=256, mask="additive"),
         Problem("latent", (448, 128), heads=(128, 1), queries=4, page_size=64),
+        Problem("latent", (448, 128), heads=(128, 1), queries=4, kv_dtype="fp8_e4m3", page_size=64),
     ),
     "hip:gfx942": (
         Problem("forward", (128, 128), queries=256, mask="additive"),
@@ -175,6 +192,7 @@ NEAREST: dict[str, tuple[Problem, ...]] = {
         Problem("decode", (256, 256), **_ROWS, dtype="float32"),
         Problem("extend", (256, 256), queries=64, dtype="float32", mask="additive"),
         Problem("latent", (448, 128), heads=(16, 1), queries=4),
+        Problem("latent", (448, 128), heads=(16, 1), queries=4, kv_dtype="fp8_e4m3"),
     ),
 }
 """What is compiled for an architecture, besides `_WIDE` and `_FLOAT`. Chips that are not named have as much as one that
@@ -200,12 +218,12 @@ DECLARED = (
         for kind, scales in _QUANTISED
     ),
     *(
-        Problem("latent", dims, heads=(heads, 1), queries=4, mask=mask, dtype=dtype, kv_dtype=kind)
+        Problem("latent", dims, heads=(heads, 1), queries=4, mask=mask, dtype=dtype, kv_dtype=kind, kv_scales=scales)
         for dims in ((512, 64), (448, 128), (256, 64), (128, 32), (16, 16))
         for heads in (1, 16, 128)
         for mask in ("", "bool", "additive")
         for dtype in ("bfloat16", "float32")
-        for kind in (("auto", "fp8_e4m3") if dims == (512, 64) and dtype == "bfloat16" else ("auto",))
+        for kind, scales in (("auto", ""), *_LATENT[dims != (512, 64) :])
     ),
 )
 
@@ -254,7 +272,7 @@ def test_what_is_needed_is_what_is_computed() -> None:
         (
             Problem("latent", (448, 128), heads=(128, 1), queries=4, page_size=64),
             "_attend",
-            latent._room(bf16, (448, 128), 0, False),
+            latent._room(bf16, (448, 128), 0, ""),
             latent.Config,
         ),
     )

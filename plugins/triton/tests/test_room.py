@@ -117,7 +117,10 @@ def test_launchers_over_caches_ask_too(on: On) -> None:
     assert decode.config_for(CPU, BF16, 16, (256, 256), 16, EPOCH.value).stages == 3
     tensors = (torch.empty(8, 4, 256), torch.empty(1, 16, 1, 256), torch.empty(1, 16, 1, 256))
     assert extend.config_for(*tensors, 256, page_size=16) == extend.Config(32, 32, 4, 1)
-    assert latent.config_for(CPU, BF16, (512, 64), 64, fp8=True).keys == 16
+    for stored in ("block128", "fp8_e4m3"):
+        # Rows of 8 bits are cut to no fewer keys than tensor cores multiply at a time.
+        assert latent.config_for(CPU, BF16, (512, 64), 64, stored=stored)[:2] == (16, 32)
+    assert latent.config_for(CPU, FLOAT, (512, 64), 64, stored="fp8_e4m3").keys == 16
     assert latent.config_for(CPU, BF16, (512, 64), 64).keys == 32
     on("hopper", 227 * KIB)
     assert [latent.config_for(CPU, BF16, (512, rope), 64).keys for rope in (64, 128)] == [64, 32]

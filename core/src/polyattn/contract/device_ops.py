@@ -47,6 +47,23 @@ class DeviceOps(Protocol):
                 and of `lses`.
         """
 
+    def dequantised(
+        self, request: Any, cache: Tensor, scale: Tensor | None, page_table: Tensor, seq_lens: Tensor
+    ) -> Tensor | None:
+        """Copy the pages of a quantised cache that a step reads, as numbers. A class may lack it: core copies then.
+
+        Args:
+            request: paged or mla `AttentionRequest`, whose kv_dtype, kv_scales and kv_layout say what the cache holds,
+                and whose dtype that of the result: a stored number times its scale in float32, rounded once, as
+                `polyattn.semantics.kv_quant` does it.
+            cache: of keys, of values or of latent rows, as the call has it, any strides. scale: as the call has it.
+            page_table: int32 [N, columns]; past the end of a sequence it may hold anything. seq_lens: int32 [N].
+
+        Returns:
+            [N * columns, ...], the pages of the table one after another in the layout of the cache; anything behind
+            the last token of a sequence. None: not of such a cache, core copies it.
+        """
+
 
 class RowsWriter(Protocol):
     """Stores new rows of one layer bit for bit as `KVPool.write` of core does."""

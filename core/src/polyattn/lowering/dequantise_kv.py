@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..contract import AttentionRequest, Bound, PagedTables
 from ..contract.request import changed
+from ..registry.device_ops import device_ops
 from .base import Lowering, Rewrite
 from .widths import BYTES
 
@@ -71,10 +73,12 @@ class DequantiseKV(Lowering):
         self, request: AttentionRequest, rewrite: Rewrite, inner: Sequence[Bound], helpers: Sequence[Bound]
     ) -> Bound:
         from .lengths import check_size
-        from .pages import Pool, Tokens, owned, renumbered
+        from .pages import Pool, Tokens, in_use, owned, renumbered
 
         kernel, size = inner[0], request.page_size
         width = request.kv_heads * max(request.dims)
+        # One launch by the kernel of a package where it has one: core's operators are several passes over the pages.
+        ops = functools.cache(lambda device_type: getattr(device_ops(device_type), "dequantised", None))
 
         def forward(
             query: Tensor,
@@ -86,19 +90,24 @@ class DequantiseKV(Lowering):
             v_scale: Tensor | None = None,
             **given: Any,
         ) -> Any:
-            pages = owned(tables, size)
-            check_size(request, "dequantising the cache", pages.numel() * size * width)
-            table = renumbered(pages)
+            read = in_use(tables, size)
+            check_size(request, "dequantising the cache", read.numel() * size * width)
+            table, copied = renumbered(read), ops(query.device.type)
             tokens = None if key is None else Tokens.of(query, tables)
 
+            def numbers(cache: Tensor, scale: Tensor | None) -> Tensor:
+                made = copied(request, cache, scale, read, tables.seq_lens) if copied else None
+                if made is None:
+                    return Pool(request, cache, scale).pages(owned(tables, size).flatten(), query.dtype)
+                return cast("Tensor", made)
+
             def plain(cache: Tensor, new: Tensor | None, scale: Tensor | None) -> Tensor:
-                pool = Pool(request, cache, scale)
                 if new is None or tokens is None:
-                    return pool.pages(pages.flatten(), query.dtype)
-                slots = tokens.slots(tables.page_table, size)
+                    return numbers(cache, scale)
+                pool, slots = Pool(request, cache, scale), tokens.slots(tables.page_table, size)
                 if request.save_kv_cache:
                     pool.write(slots, new)
-                readable = pool.pages(pages.flatten(), query.dtype)
+                readable = numbers(cache, scale)
                 if not request.save_kv_cache:
                     rows = pool.rows(slots, query.dtype, new)
                     Pool(rewrite.inner[0], readable).write(tokens.slots(table, size), rows)
@@ -108,4 +117,5 @@ class DequantiseKV(Lowering):
             plains = [plain(*side) for side in sides]
             return kernel.forward(query, *plains, tables=tables.changed(page_table=table), **given)
 
-        return Bound(forward, traceable=kernel.traceable)
+        # torch.compile traces into no kernel of a package.
+        return Bound(forward, traceable=False)

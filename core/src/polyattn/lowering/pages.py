@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..contract import AttentionRequest
 from ..semantics.merge_lse import merge
-from ..semantics.paged_kv import Pool, Slots, Tokens, from_column, owned, renumbered
+from ..semantics.paged_kv import Pool, Slots, Tokens, from_column, in_use, owned, renumbered
 from .tensors import deliver
 
-__all__ = ["Pool", "Slots", "Tokens", "from_column", "merged", "owned", "renumbered"]
+__all__ = ["Pool", "Slots", "Tokens", "from_column", "in_use", "merged", "owned", "renumbered"]
 
 
 def merged(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..contract import AttentionRequest, PagedTables
 from .kv_quant import mla_unpack, real, stored
 
-__all__ = ["Pool", "Slots", "Tokens", "by_number", "from_column", "owned", "renumbered"]
+__all__ = ["Pool", "Slots", "Tokens", "by_number", "from_column", "in_use", "owned", "renumbered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +160,15 @@ def by_number(cache: Tensor) -> Tensor | None:
     return cache.flatten(0, 1) if cache.stride(0) == cache.shape[1] * cache.stride(1) else None
 
 
+def in_use(tables: PagedTables, page_size: int) -> Tensor:
+    """The columns [N, columns] of a page table that sequences of at most `max_seqlen_k` tokens use, at least one."""
+    return _some_columns(tables.page_table)[:, : max(-(-tables.max_seqlen_k // page_size), 1)]
+
+
 def owned(tables: PagedTables, page_size: int) -> Tensor:
     """The pages that sequences of at most `max_seqlen_k` tokens own, int64 [N, columns]; page 0 past their ends, where
     a table holds anything."""
-    page_table = _some_columns(tables.page_table)[:, : max(-(-tables.max_seqlen_k // page_size), 1)]
+    page_table = in_use(tables, page_size)
     first = torch.arange(page_table.shape[1], device=page_table.device) * page_size
     return page_table.long().where(first < tables.seq_lens[:, None], 0)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import chunks, clusters, linear_branch, rows
+from .kernels.dequantise import dequantised
 from .kernels.index import index_scores
 from .kernels.merge import merge
 from .kernels.merge_parts import merge_parts
@@ -25,7 +26,8 @@ __all__ = ["BlockOps", "DeviceOps"]
 
 class DeviceOps:
     """Rows of KV pools, quantised and with their scales, in one launch for keys and values; the tables of a step, three
-    views of it in a launch; results of several ranks as one; convolutions over the tails of a pool."""
+    views of it in a launch; results of several ranks as one; convolutions over the tails of a pool; pages of quantised
+    caches as numbers."""
 
     name = "polyattn-triton"
     merge = staticmethod(merge)
@@ -33,6 +35,7 @@ class DeviceOps:
     index_scores = staticmethod(index_scores)
     causal_conv = staticmethod(causal_conv)
     top_tokens = staticmethod(top_tokens)
+    dequantised = staticmethod(dequantised)
 
     def rows_writer(self, cache: Any, dtype: torch.dtype) -> Writer | None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -32,6 +32,7 @@ class _Attention:
     def __init__(self, request: AttentionRequest) -> None:
         self._request, self._dtype = request, getattr(torch, request.dtype)
         self._width = request.dims[1]
+        self._stored = request.kv_scales or ("" if request.kv_dtype == "auto" else request.kv_dtype)
         self._widths = (self._width, request.head_dim - self._width)
         self._scale = request.softmax_scale
         self.rule: dict[str, Any] = {
@@ -88,7 +89,7 @@ class _Attention:
             max_seqlen_k,
             self._request.batch_invariant,
             additive=self._request.mask == "additive",
-            fp8=self._request.kv_dtype == "fp8_e4m3",
+            stored=self._stored,
         )
 
     def _attend(

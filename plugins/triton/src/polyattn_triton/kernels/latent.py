@@ -31,7 +31,7 @@ from torch import Tensor  # isort: skip
 from polyattn.contract import Key  # isort: skip
 from polyattn_triton.hopper import latent as hopper  # isort: skip
 from polyattn_triton.kernels.arguments import mask_arguments  # isort: skip
-from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip
+from polyattn_triton.kernels.cached import as_stored, least, numbers  # isort: skip
 from polyattn_triton.kernels.choices import EPOCH, architecture, chosen  # isort: skip
 from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse, smaller  # isort: skip
 from polyattn_triton.kernels.rounding import cast  # isort: skip
@@ -51,7 +51,7 @@ from polyattn_triton.kernels.rules import (  # isort: skip
     share,
 )
 
-__all__ = ["Config", "Launch", "attend", "launch_for", "most", "plan"]
+__all__ = ["Config", "Launch", "attend", "launch_for", "most", "plan", "stored_as"]
 
 LANES = tl.constexpr(128)
 """Sequences that a program looks at together, to find its own."""
@@ -172,14 +172,16 @@ def _rows(
 def _values(
     cache, cache_scales, page, first, inside, cache_page, scale_page, dtype: tl.constexpr, ROW: tl.constexpr,
     SCALE_ROW: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, C: tl.constexpr, D_C: tl.constexpr,
-    FP8: tl.constexpr,
+    STORED: tl.constexpr,
 ):  # fmt: skip
     """The numbers of rows that are keys and values, [N, C]."""
     raw = _rows(cache, page, first, inside, cache_page, ROW, PAGE, N, C, D_C)
-    if FP8:
+    if STORED == "block128":
         scale = _rows(cache_scales, page, first, inside, scale_page, SCALE_ROW, PAGE, N, C // GROUP, C // GROUP)
         real = numbers(raw, "fp8_e4m3", tl.float32).reshape(N, C // GROUP, GROUP) * scale[:, :, None]
         return cast(real.reshape(N, C), dtype)
+    elif STORED != "":
+        return numbers(raw, STORED, dtype)
     else:
         return raw
 
@@ -193,7 +195,7 @@ def _piece(
     HEADS: tl.constexpr, PAGE: tl.constexpr, D_C: tl.constexpr, D_R: tl.constexpr, ROW: tl.constexpr,
     SCALE_ROW: tl.constexpr, ROPE_ROW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, MASK: tl.constexpr, TREE: tl.constexpr,
-    FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr,
+    FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, STORED: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of one sequence over its keys `begin` to `end`: to the output if that is the `whole` of them, else to
@@ -237,11 +239,13 @@ def _piece(
             given = tl.load(mask_at + j.to(tl.int64)[None, :] * mask_key, mask=read, other=1 if MASK == 1 else 0)
         value = _values(
             cache, cache_scales, page, first, inside, cache_page, scale_page, query.dtype.element_ty, ROW, SCALE_ROW,
-            PAGE, N, C, D_C, FP8,
+            PAGE, N, C, D_C, STORED,
         )  # fmt: skip
         products = dot(latent, value.T)
         if D_R:
             key = _rows(cache_rope, page, first, inside, rope_page, ROPE_ROW, PAGE, N, R, D_R)
+            if STORED != "" and STORED != "block128":
+                key = numbers(key, STORED, query.dtype.element_ty)
             # A sum that the compiler does not turn into a chain of products: of those it lays out all but the last so
             # that each warp group computes the whole of them.
             products = tl.fma(dot(rope, cast(key, query.dtype.element_ty).T), 1.0, products)
@@ -337,7 +341,7 @@ def _attend(
     HEADS: tl.constexpr, PAGE: tl.constexpr, D_C: tl.constexpr, D_R: tl.constexpr, ROW: tl.constexpr,
     SCALE_ROW: tl.constexpr, ROPE_ROW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, MASK: tl.constexpr, TREE: tl.constexpr,
-    FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, FP8: tl.constexpr,
+    FOLD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, STORED: tl.constexpr,
     STREAMED: tl.constexpr, LEAST: tl.constexpr, CUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`tiles` is the most that a sequence has. Pieces: 2 for each of `parts`, or CUTS for each sequence, of `tiles`
@@ -366,7 +370,7 @@ def _attend(
                     start, tokens, s_k, tile, (first + item - before) * N, (first + after - before) * N,
                     after - item == blocks, left, right, chunk, scale,
                     HEADS, PAGE, D_C, D_R, ROW, SCALE_ROW, ROPE_ROW, M, N, C, R, MASK, TREE, FOLD, LEFT, RIGHT, CHUNK,
-                    FP8, True, STAGES,
+                    STORED, True, STAGES,
                 )  # fmt: skip
             item = after
             before += blocks
@@ -396,7 +400,7 @@ def _attend(
                     start, tokens, s_k, tile, (first + piece * cut) * N,
                     (first + tl.minimum((piece + 1) * cut, blocks)) * N, cut >= blocks, left, right, chunk, scale,
                     HEADS, PAGE, D_C, D_R, ROW, SCALE_ROW, ROPE_ROW, M, N, C, R, MASK, TREE, FOLD, LEFT, RIGHT, CHUNK,
-                    FP8, CUTS > 1, STAGES,
+                    STORED, CUTS > 1, STAGES,
                 )  # fmt: skip
 
 
@@ -499,11 +503,11 @@ def config_for(
     widths: tuple[int, int],
     rows: int,
     additive: bool = False,
-    fp8: bool = False,
+    stored: str = "",
 ) -> Config:
     """The configuration for tiles of at most `rows` rows, of latent rows with `widths` (D_c, D_r): as it was measured,
-    else the table's. `additive`: there is a mask that is added. `fp8`: rows of 656 bytes."""
-    return _chosen(_class(device), device, dtype, widths, rows, additive, fp8, EPOCH.value)
+    else the table's. `additive`: there is a mask that is added. `stored`: `stored_as` of the cache."""
+    return _chosen(_class(device), device, dtype, widths, rows, additive, stored, EPOCH.value)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -514,7 +518,7 @@ def _chosen(
     widths: tuple[int, int],
     rows: int,
     additive: bool,
-    fp8: bool,
+    stored: str,
     _epoch: int,
 ) -> Config:
     small = dtype.itemsize > 2 or sum(map(_power, widths)) > 640
@@ -523,25 +527,27 @@ def _chosen(
     if additive:
         # It may be float32 and goes through shared memory, which larger blocks fill.
         found = found._replace(keys=min(found.keys, 32))
-    rooms = (_room(dtype, widths, 4 if additive else 0, fp8),)
-    return chosen(LATENT, _key(dtype, widths, found.rows, additive), found, device, rooms, fp8)
+    rooms = (_room(dtype, widths, 4 if additive else 0, stored),)
+    return chosen(LATENT, _key(dtype, widths, found.rows, additive), found, device, rooms, stored)
 
 
 def _key(dtype: torch.dtype, widths: tuple[int, int], rows: int, additive: bool) -> Key:
     return (str(dtype).removeprefix("torch."), *widths, rows, additive)
 
 
-def _room(dtype: torch.dtype, widths: tuple[int, int], mask: int, fp8: bool) -> Room:
+def _room(dtype: torch.dtype, widths: tuple[int, int], mask: int, stored: str) -> Room:
     """What a configuration needs: a step's rows are its values too, and those of FP8 pass as float32."""
     (c_wide, r_wide), size = map(_power, widths), dtype.itemsize
     row = c_wide * size + r_wide * size
-    wide = c_wide * 4 + r_wide * size if fp8 else row
+    wide = c_wide * 4 + r_wide * size if stored else row
 
     def loop(c: Config) -> Loop:
-        stages = 1 if fp8 else c.stages
+        stages = 1 if stored else c.stages
         return Loop(c.rows, c.keys, c.warps, stages, c.rows * row, c.keys * row, c.keys * wide, size, mask)
 
-    return Room(loop, (("stages", 2), ("keys", 16), ("rows", 16), ("stages", 1)))
+    # Those of float32 are multiplied without tensor cores.
+    fewest = least(8) if stored and size == 2 else 16
+    return Room(loop, (("stages", 2), ("keys", fewest), ("rows", 16), ("stages", 1)))
 
 
 def _power(width: int) -> int:
@@ -580,18 +586,19 @@ class Launch:
 def launch_for(
     device: torch.device, dtype: torch.dtype, heads: int, widths: tuple[int, int], sequences: int, max_seqlen_q: int,
     max_seqlen_k: int, batch_invariant: bool = False, config: Config | None = None, additive: bool = False,
-    fp8: bool = False,
+    stored: str = "",
 ) -> Launch:  # fmt: skip
     """What `attend` launches, from what the host knows.
 
     Args:
         device, dtype, heads: of the queries. widths: (D_c, D_r). sequences: N.
         batch_invariant: nothing may depend on the rest of the batch.
-        config: instead of the one in the table. additive: there is a mask that is added. fp8: rows of 656 bytes.
+        config: instead of the one in the table. additive: there is a mask that is added.
+        stored: `stored_as` of the cache.
     """
     if config is None:
         rows = heads if batch_invariant else heads * max_seqlen_q
-        config = config_for(device, dtype, widths, rows, additive, fp8)
+        config = config_for(device, dtype, widths, rows, additive, stored)
     tiles = triton.cdiv(heads * max_seqlen_q, config.rows)
     if batch_invariant:
         tokens = min(max_seqlen_q, CUT_TOKENS.value)
@@ -617,6 +624,12 @@ def most(device: torch.device, heads: int, sequences: int, tokens: int, batch_in
         return sequences * CUTS * max(triton.cdiv(rows, c.rows) * c.rows for c in configs), 0
     parts = max(_places(device, c) for c in configs)
     return 2 * max(_places(device, c) * c.rows for c in configs), 3 * (parts + 1) + 2 * sequences
+
+
+def stored_as(dtype: torch.dtype) -> str:
+    """How a cache of a dtype keeps latent rows: block128 (656 bytes, with scales), fp8_e4m3 or fp8_e5m2 (no scales), ""
+    as the queries are."""
+    return {torch.uint8: "block128", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}.get(dtype, "")
 
 
 def _bounds(causal: bool, window: tuple[int, int], chunk: int) -> tuple[tuple[int, int, int], dict[str, bool]]:
@@ -654,7 +667,8 @@ def attend(
 
     Args:
         query: [T_q, H_q, D_c + D_r], dense last axis.
-        cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656], FP8 rows (`semantics.kv_quant`).
+        cache: [pages, page_size, D_c + D_r], of the queries' dtype or in FP8, or uint8 [pages, page_size, 656], FP8
+            rows with scales (`semantics.kv_quant`).
         tables: `polyattn.contract.PagedTables`.
         causal, window, chunk: as docs/semantics.md, S3 and S4. scale: of the products.
         attn_mask: [N|1, H_q|1, max_seqlen_q, max_seqlen_k], bool or added. tree: it is True but for the last columns.
@@ -681,8 +695,7 @@ def attend(
                 less = smaller(launch.config, (("stages", 1),))
                 additive = attn_mask is not None and attn_mask.dtype != torch.bool
                 asked = _key(query.dtype, (d_c, query.shape[2] - d_c), launch.config.rows, additive)
-                fp8 = cache.dtype == torch.uint8
-                refuse(LATENT, asked, fp8, query.device, launch.config, error, last=less is None)
+                refuse(LATENT, asked, stored_as(cache.dtype), query.device, launch.config, error, last=less is None)
                 launch = dataclasses.replace(launch, config=less)
     if launch.cut:
         most = launch.tiles * config.rows if launch.parts else min(T, CUT_TOKENS.value) * heads
@@ -714,8 +727,10 @@ def _launch(
     """The portable kernel."""
     page_table, seq_lens, cu_seqlens_q = tables[:3]
     (T, heads, width), d_c, config = query.shape, out.shape[2], launch.config
+    stored = stored_as(cache.dtype)
+    cache = cache if stored in ("", "block128") else as_stored(cache, stored)
     rows, factors, rope = cache[..., :d_c], cache, cache[..., d_c:]
-    if cache.dtype == torch.uint8:
+    if stored == "block128":
         bytes_of_scales = d_c // GROUP.value * 4
         rows = as_stored(rows.view(torch.float8_e4m3fn), "fp8_e4m3")
         factors = rope[..., :bytes_of_scales].view(torch.float32)
@@ -732,6 +747,6 @@ def _launch(
             scales(scale, 0.0)[0],
             HEADS=heads, PAGE=cache.shape[1], D_C=d_c, D_R=width - d_c, ROW=rows.stride(1), SCALE_ROW=factors.stride(1),
             ROPE_ROW=rope.stride(1), M=config.rows, N=config.keys, C=_power(d_c), R=_power(width - d_c), MASK=kind,
-            TREE=tree, FOLD=scale > 0 and kind != 2, FP8=cache.dtype == torch.uint8, STAGES=config.stages, **which,
+            TREE=tree, FOLD=scale > 0 and kind != 2, STORED=stored, STAGES=config.stages, **which,
             **_cutting(launch), num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip

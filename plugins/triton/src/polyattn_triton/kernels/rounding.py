@@ -96,6 +96,5 @@ def int8_codes(x):
 def e4m3_value(code):
     """float32 values of e4m3fn codes, any integer dtype."""
     bits = code.to(tl.int32)
-    # The exponent, put where float32 has its own, is 120 too low.
-    size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where(bits & 0x80 != 0, -size, size)
+    # Sign and exponent are put where float32 has its own; the exponent is 120 too low there.
+    return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36

@@ -123,6 +123,7 @@ def mla_rows(platform: str) -> tuple[Row, ...]:
     widths = {"head_dim": Range(16, 576, multiple_of=8), "v_head_dim": Range(16, 512, multiple_of=8)}
     return (
         row(kv_dtype="fp8_e4m3", kv_scales="block128", dims=((576, 512),), **kernel),
+        row(kv_dtype=("fp8_e4m3", "fp8_e5m2"), kv_scales="", **widths, **kernel),
         row(kv_dtype="auto", misaligned=True, **widths, **kernel),
     )
 
