@@ -31,13 +31,13 @@ __all__ = [
     "takes_parts",
 ]
 
-PACKED = False
-"""Whether packed keys are read here. No GPU has run this kernel on them yet: it is emulated and compiled, in tests."""
+PACKED = True
+"""Whether packed keys are read here."""
 
-GROUPS = False
-"""Whether groups that are no power of two are computed here over pages. No GPU has run that yet, as `PACKED`."""
-RANGES = False
-"""Whether the keys of few new tokens are cut into ranges here. No GPU has run that yet, as `PACKED`."""
+GROUPS = True
+"""Whether groups that are no power of two are computed here over pages."""
+RANGES = True
+"""Whether the keys of few new tokens are cut into ranges here. All three have run on an H200 (2026-11-28)."""
 
 _ROWS = 64
 """Of a warpgroup, queries times heads of a group."""
