@@ -29,7 +29,7 @@ from polyattn.selection.inspection import catalogue, served_by
 from polyattn.selection.select import Catalogue, Policy, select
 from polyattn.selection.tuned_policy import policy_of, shipped_policy
 from polyattn.tuning import Measured, Place, request_of, with_lengths
-from polyattn.tuning.known import shipped, shipped_rates, shipped_rows
+from polyattn.tuning.known import shipped, shipped_rates, shipped_rows, shipped_samples
 from polyattn.tuning.predicted import Model
 
 ALL = "all"
@@ -90,7 +90,7 @@ def shape_of(key: Mapping[str, Any]) -> tuple[int, ...]:
 
 def without(shape: tuple[int, ...], place: Place) -> Model | None:
     """The cost model of a device that has seen nothing of a model."""
-    rows = [row for row in shipped_rows() if shape_of(row.key["request"]) != shape]
+    rows = [row for row in (*shipped_rows(), *shipped_samples()) if shape_of(row.key["request"]) != shape]
     return Model.of(rows, shipped_rates(), place.device, place.arch)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
 from polyattn import contract
+from polyattn.bench.measure import Workload
 from polyattn.contract.families import FAMILY_SPECS, FamilySpec
 from polyattn.contract.lengths import extent_of, head_axis
+from polyattn.tuning import bucket
 
 SPECS = list(FAMILY_SPECS.values())
 
@@ -59,6 +62,24 @@ def test_the_extent_of_a_linear_call_is_read_without_cu_seqlens() -> None:
     extent = extent_of(contract.AttentionRequest(family="linear", head_dim=8))
     assert extent(Shaped(2, 7, 3, 8), Shaped(2, 7, 3, 8)) == (2, 7, 7)
     assert extent(Shaped(1, 7, 3, 8), Shaped(1, 7, 3, 8), cu_seqlens=Shaped(4)) == (3, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch"),
+    [((512,) * 16, 16), ((256,) * 15 + (512,), 9), ((1,) * 95 + (3088,), 2), ((7,), 1), ((0, 0), 0)],
+    ids=["equal", "half as long", "one long", "one", "empty"],
+)
+def test_a_packed_call_has_as_many_sequences_as_its_longest_would_make(lengths: tuple[int, ...], batch: int) -> None:
+    query, starts = torch.empty(sum(lengths), 2, 8), torch.empty(len(lengths) + 1)
+    extent = extent_of(contract.AttentionRequest(family="varlen", layout="THD"))
+    asked = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    assert extent(query, query, query, **asked) == (batch, max(lengths), max(lengths))
+    if sum(lengths):
+        request = contract.AttentionRequest(family="varlen", layout="THD", s_relation="equal")
+        measured = Workload(request, tuple((length, length) for length in lengths))
+        assert measured.extent == (batch, max(lengths), max(lengths)), "as a call is looked up, so it is filed"
+        assert measured.buckets[0] == bucket(batch)
+        assert measured.batch == len(lengths)
 
 
 @pytest.mark.parametrize(

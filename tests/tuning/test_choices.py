@@ -11,6 +11,7 @@ import sqlite3
 import sys
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -688,11 +689,11 @@ def test_shipped_tables_can_be_asked_what_they_say_of_a_request_that_is_not_in_t
 
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
-    def ship(*rows: Row, text: str = "", files: tuple[str, ...] = ("acme_chips:chip.json",)) -> None:
+    def ship(*rows: Row, text: str = "", files: tuple[str, ...] = ("acme_chips:chip.json",), **more: Any) -> None:
         folder = tmp_path / "acme_chips"
         folder.mkdir(exist_ok=True)
         (folder / "__init__.py").touch()
-        data = {"format": "polyattn tuning 1", "measurements": [row.plain() for row in rows]}
+        data = {"format": "polyattn tuning 1", "measurements": [row.plain() for row in rows], **more}
         (folder / "chip.json").write_text(text or json.dumps(data))
         plugin = PluginReport("acme", "acme_chips.plugin", "acme-chips", "1.0")
         manager = types.SimpleNamespace(measurements=tuple(("acme", file) for file in files), plugins={"acme": plugin})
@@ -703,6 +704,13 @@ def shipped(monkeypatch, tmp_path):
         tuning.reload()
 
     return ship
+
+
+def test_a_measurement_is_of_all_lengths_that_share_its_buckets():
+    put((1, 2048, 2048), {"a": 1.0, "b": 2.0})
+    put((1, 4096, 4096), {"b": 1.0, "a": 2.0})
+    assert order((1, 2048, 2048)) == ["a", "b"]
+    assert order((1, 2049, 2049)) == order((1, 4096, 4096)) == ["b", "a"], "though 2048 is nearer"
 
 
 def test_a_shipped_table_serves_such_a_device_whatever_its_versions(shipped):
@@ -763,6 +771,10 @@ BROKEN = [
     ('{"format": "else", "measurements": []}', "is no export of `polyattn tune`"),
     ('{"format": "polyattn tuning 1"}', "is no export of `polyattn tune`"),
     ('{"format": "polyattn tuning 1", "measurements": [1]}', "acme_chips:chip.json: measurement 0: a measurement has"),
+    (
+        '{"format": "polyattn tuning 1", "measurements": [], "sample": "yes"}',
+        "acme_chips:chip.json: sample is 'yes'; true it is",
+    ),
 ]
 
 
@@ -774,6 +786,20 @@ def test_a_shipped_file_that_is_none_costs_no_call_and_is_said_once(shipped, rec
     (said,) = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
     assert said.startswith("the measurements of plugin acme (acme-chips 1.0) are not used: ")
     assert why in said
+
+
+def test_a_shipped_sample_answers_no_request_and_teaches_the_model(shipped):
+    place = dataclasses.replace(HERE, device="Acme A1", arch="sm80")
+    lengths = [(1, length, length) for length in (100, 300, 700, 1500, 3000)]
+    rows = [backend_row(place, REQUEST, one, {"a": 1.0, "b": 2.0}, "the authors") for one in lengths]
+    asked = with_lengths(REQUEST, 1, 700, 700)
+    shipped(*rows, sample=True)
+    assert shipped_advice(asked, lambda: place) == NOTHING, "without the rates of its device it says nothing"
+    shipped(*rows, sample=True, rates={"Acme A1": {"matmul": 300, "read": 2000, "units": 108}})
+    said = shipped_advice(asked, lambda: place)
+    assert [name for name, _ in said.order] == ["a", "b"]
+    assert said.predicted, "it is a prediction, though this very request is in the sample"
+    assert known.shipped_rows() == ()
 
 
 @pytest.mark.parametrize("file", ["acme_chips:gone.json", "no_such_package:chip.json", "chip.json", ""])

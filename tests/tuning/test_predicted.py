@@ -55,7 +55,9 @@ def test_another_device_of_the_architecture_gets_a_prediction_with_its_figures()
     assert (said.backend, said.source) == ("triton", "cost model")
     assert said.why.startswith("predicted ")
     assert " against " in said.why
-    assert re.search(r"at batch 32, S_q 512, S_k 512, from \d+ measurements on NVIDIA H200$", said.why)
+    assert re.search(
+        rf"at batch 32, S_q 512, S_k 512, from \d+ measurements on NVIDIA H200 and {H100.device}$", said.why
+    )
 
 
 def test_a_cache_of_eight_bits_goes_to_who_was_fast_with_one():
@@ -77,6 +79,13 @@ def test_what_was_measured_is_found_again():
             off.append(abs(one.times[best] / row.value["times"][best] - 1))
     assert len(off) > 150
     assert sorted(off)[len(off) // 2] < 0.1
+
+
+def test_a_prediction_is_of_lengths_that_differ_by_a_quarter_at_most():
+    """Of the work at the end of the powers of two, 35 sequences of 185 tokens have less than a third."""
+    said = chosen(with_lengths(ENCODER, 35, 185, 185)).why
+    assert "at batch 40, S_q 192, S_k 192, from " in said
+    assert predicted(ENCODER, (40, 192, 192))["triton"] < 0.6 * predicted(ENCODER, (64, 256, 256))["triton"]
 
 
 def test_what_is_bound_by_memory_scales_with_its_rate_and_what_is_not_does_not():
@@ -102,6 +111,21 @@ def test_nothing_is_said_of_requests_of_which_nothing_is_known(changed):
     asked = dataclasses.replace(DECODE, **changed).normalised()
     assert predicted(asked, (8, 1, 4096)) == {}
     assert model().grid(asked, request_key(asked)) == ()
+
+
+def test_who_takes_as_long_for_little_as_for_much_is_no_measure_of_others():
+    packed = AttentionRequest(family="varlen", layout="THD", heads=16, kv_heads=16, platform="cuda", arch="sm90")
+    rows = []
+    for batch, length, has_fa in ((8, 8192, False), (4, 8192, True), (8, 4096, True), (4, 4096, True), (2, 4096, True)):
+        triton = batch * length / 100
+        times = {"torch_native": 600.0, "triton": triton, **({"fa": 0.8 * triton} if has_fa else {})}
+        rows.append(backend_row(H200, packed, (batch, length, length), times, "a test"))
+    assert next(iter(rows[0].value["times"])) == "torch_native"
+    made = Model.of(rows, shipped_rates(), H200.device, "sm90")
+    assert made is not None
+    one = made.at(packed, request_key(packed), (8, 8192, 8192))
+    assert one is not None
+    assert one.times["fa"] == pytest.approx(0.8 * one.times["triton"])
 
 
 def test_other_architectures_are_not_predicted():

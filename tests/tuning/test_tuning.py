@@ -72,6 +72,17 @@ def test_buckets_are_powers_of_two(length, rounded):
     assert tuning.bucket(length) == rounded
 
 
+@pytest.mark.parametrize(
+    "length, rounded", [(0, 0), (1, 1), (3, 3), (7, 7), (9, 10), (1024, 1024), (1025, 1280), (1280, 1280), (1793, 2048)]
+)
+def test_fine_buckets_are_four_steps_to_a_power_of_two(length, rounded):
+    assert tuning.fine_bucket(length) == rounded
+
+
+def test_lengths_of_a_fine_bucket_share_a_bucket():
+    assert all(tuning.bucket(tuning.fine_bucket(length)) == tuning.bucket(length) for length in range(5000))
+
+
 def test_kernels_are_those_that_plugins_announce(monkeypatch):
     assert dict(tuning.registered_kernels()) == {"test.decode": KERNEL}
     plugin = types.ModuleType("acme_kernels")

@@ -846,6 +846,23 @@ def test_keys_that_grow_are_chosen_for_once_in_a_bucket(served, monkeypatch, way
     assert served == ["torch_native"] * (2 + 29 + 35) + ["torch_sdpa"] * 17
 
 
+@pytest.mark.parametrize("predicts, chosen", [(False, 1), (True, 3)])
+def test_where_predictions_may_choose_keys_that_grow_are_chosen_for_in_steps(monkeypatch, predicts, chosen):
+    measured(64, "torch_native")
+    measured(1024, "torch_sdpa")
+    here = tuning.known.known
+    model = object() if predicts else None
+    monkeypatch.setattr(
+        polyattn.dispatch.by_length, "known", lambda *asked: dataclasses.replace(here(*asked), model=model)
+    )
+    found, real = [], polyattn.dispatch.by_length._at
+    monkeypatch.setattr(polyattn.dispatch.by_length, "_at", lambda *asked: [found.append(asked[-1]), real(*asked)][1])
+    site = polyattn.bind(causal=True)
+    for length in range(65, 100):
+        site(*tensors(length))
+    assert [lengths[1] for lengths in found] == [65, 81, 97][:chosen]
+
+
 def test_explain_of_a_call_knows_its_lengths():
     measured(64, "torch_sdpa")
     measured(1024, "torch_native")

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-__all__ = ["FAMILY_SPECS", "Argument", "Extent", "FamilySpec"]
+__all__ = ["FAMILY_SPECS", "Argument", "Extent", "FamilySpec", "packed_batch"]
 
 Extent = tuple[int, int, int]
-"""(B or N, the longest S_q, the longest S_k)."""
+"""(B, N or `packed_batch`; the longest S_q; the longest S_k)."""
 
 Kind = Literal["tensor", "optional", "int", "tables", "parts"]
 
@@ -105,10 +105,21 @@ def _by_layout(layout: str, query: Any, key: Any, *rest: Any, **keywords: Any) -
     return query.shape[0], query.shape[length], key.shape[length]
 
 
+def packed_batch(sequences: int, tokens: int, longest: int) -> int:
+    """How many sequences of the longest length have as many queries as a packed call, rounded up.
+
+    The number of sequences says little of a packed call: one long prompt among 95 of a few tokens works like one.
+
+    Args:
+        sequences: N. tokens: T_q. longest: S_q of the longest, or a bound of it.
+    """
+    return min(sequences, -(-tokens // max(longest, 1)))
+
+
 def _by_cu_seqlens(
     layout: str, *tensors: Any, cu_seqlens_q: Any, max_seqlen_q: int, max_seqlen_k: int, **keywords: Any
 ) -> Extent:
-    return cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k
+    return packed_batch(cu_seqlens_q.shape[0] - 1, tensors[0].shape[0], max_seqlen_q), max_seqlen_q, max_seqlen_k
 
 
 def _by_tables(layout: str, *tensors: Any, tables: Any, **keywords: Any) -> Extent:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from .families import FAMILY_SPECS, Extent
+from .families import FAMILY_SPECS, Extent, packed_batch
 from .request import AttentionRequest
 
-__all__ = ["Extent", "extent_of", "head_axis"]
+__all__ = ["Extent", "extent_of", "head_axis", "packed_batch"]
 
 
 def head_axis(request: AttentionRequest) -> int:

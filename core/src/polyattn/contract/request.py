@@ -159,9 +159,9 @@ class AttentionRequest:
 
     options: tuple[tuple[str, Hashable], ...] = context((), doc="validated options of the chosen backend")
 
-    q_bucket: int = context(0, doc="tuning only: S_q rounded up to a power of two")
-    k_bucket: int = context(0, doc="tuning only: S_k rounded up to a power of two")
-    batch_bucket: int = context(0, doc="tuning only: B or N rounded up to a power of two")
+    q_bucket: int = context(0, doc="tuning only: S_q rounded up, to one of four steps between powers of two")
+    k_bucket: int = context(0, doc="tuning only: S_k rounded up, to one of four steps between powers of two")
+    batch_bucket: int = context(0, doc="tuning only: B, N or T_q / max S_q, rounded up as S_q is")
 
     # Derived values, usable in capability rows, rules and `when` clauses like fields.
 

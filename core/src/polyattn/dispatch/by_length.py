@@ -19,7 +19,7 @@ from ..selection.inspection import catalogue, served_by
 from ..selection.select import Policy, Said, Selection, select
 from ..selection.tuned_policy import measured_policy, policy_of, tuning_place
 from ..semantics.autograd import differentiable
-from ..tuning import advising, bucket, meet, mode, with_lengths
+from ..tuning import advising, bucket, fine_bucket, meet, mode, with_lengths
 from ..tuning.known import NOT_ANY, known
 from .bound_table import SIGNATURES_KEPT, Recent
 from .rank_agreement import agree, distributed, not_compared
@@ -62,7 +62,7 @@ def settled(chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen],
     if not by_length:
         return chosen
     if found and {rule, *(who for *_, who in found)} - {None, _served(selection)}:
-        switch = _Switch(chosen, policy, load)
+        switch = _Switch(chosen, policy, load, bucket if here.model is None else fine_bucket)
         bound = Bound(switch, simple=switch.simple(), session=chosen.bound.session)
         chosen = dataclasses.replace(chosen, bound=bound, at=switch.at)
     if tuning == "online":
@@ -121,11 +121,13 @@ class _Ways(NamedTuple):
 class _Switch:
     """`Bound.forward` of several choices. Gradients flow through it whoever serves the call."""
 
-    def __init__(self, chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen]) -> None:
-        self._chosen, self._policy, self._load = chosen, policy, load
+    def __init__(
+        self, chosen: Chosen, policy: Policy, load: Callable[[Selection], Chosen], rounded: Callable[[int], int]
+    ) -> None:
+        self._chosen, self._policy, self._load, self._rounded = chosen, policy, load, rounded
         self._extent = extent_of(chosen.request)
         self._runs: Recent[Extent, Callable[..., Any]] = Recent(SIGNATURES_KEPT)
-        self._buckets: dict[Extent, _Ways] = {}
+        self._buckets: Recent[Extent, _Ways] = Recent(SIGNATURES_KEPT)
         self._bound: dict[tuple[Any, ...], _Ways] = {}
 
     def __call__(self, *tensors: Any, **keywords: Any) -> Any:
@@ -156,12 +158,11 @@ class _Switch:
 
     def _find(self, extent: Extent) -> _Ways:
         """Lengths that were not met yet: keys that grow by one with each call are, every time. What is chosen holds for
-        their bucket, and is chosen once for it."""
-        buckets = (bucket(extent[0]), bucket(extent[1]), bucket(extent[2]))
-        ways = self._buckets.get(buckets)
-        if ways is None:
-            ways = self._buckets[buckets] = self._choose(extent)
-        return ways
+        their bucket, a fine one where predictions may choose, and is chosen once for it."""
+        rounded = self._rounded
+        buckets = (rounded(extent[0]), rounded(extent[1]), rounded(extent[2]))
+        ways = self._buckets.get(buckets) or self._buckets.recall(buckets)
+        return ways or self._buckets.keep(buckets, self._choose(extent))
 
     def _choose(self, extent: Extent) -> _Ways:
         selection = _at(self._chosen.selection.request, self._policy, extent)

@@ -181,7 +181,7 @@ def _asked(query: Any, key: Any, value: Any, attn_mask: Any, sinks: Any, out: An
     validation.check_varlen(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
     validation.check_lengths(query, key, **lens)
     request = varlen_request(static, query, key, value, attn_mask, sinks, lens)
-    return request, backend, extent_of(request)(**lens)
+    return request, backend, extent_of(request)(query, **lens)
 
 
 explained_by(varlen_attention, _asked)

@@ -19,7 +19,7 @@ from .choices import (
     with_lengths,
 )
 from .current import MODES, default_path, kernel_config, mode, quarantine, record, release, reload, store, watch
-from .kernels import Choices, Kernel, Key, bucket, registered_kernels
+from .kernels import Choices, Kernel, Key, bucket, fine_bucket, registered_kernels
 from .keys import request_key, request_of
 from .known import measured_of, shipped_devices
 from .offline import MOST_CANDIDATES, Trial, Tuned, note_serving, serving, tune
@@ -52,6 +52,7 @@ __all__ = [
     "cpu_name",
     "default_path",
     "driver",
+    "fine_bucket",
     "kernel_config",
     "measured",
     "measured_of",

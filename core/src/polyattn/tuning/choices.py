@@ -13,7 +13,7 @@ from typing import Any
 
 from ..contract import AttentionRequest
 from ..contract.names import parts
-from .kernels import bucket
+from .kernels import bucket, fine_bucket
 from .keys import request_key
 from .known import NOT_ANY, Known, known, shipped
 from .rows import BACKEND, Place, Row, canonical
@@ -34,8 +34,9 @@ __all__ = [
 
 
 def with_lengths(request: AttentionRequest, batch: int, s_q: int, s_k: int) -> AttentionRequest:
-    """The request at lengths of a call: (B or N, the longest S_q, the longest S_k)."""
-    return dataclasses.replace(request, batch_bucket=bucket(batch), q_bucket=bucket(s_q), k_bucket=bucket(s_k))
+    """The request at the lengths of a call (`polyattn.contract.lengths.Extent`)."""
+    batch, s_q, s_k = fine_bucket(batch), fine_bucket(s_q), fine_bucket(s_k)
+    return dataclasses.replace(request, batch_bucket=batch, q_bucket=s_q, k_bucket=s_k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ def advise(request: AttentionRequest, place: Callable[[], Place], tuning: str = 
     """Return what to choose for a request.
 
     Args:
-        request: with lengths in its buckets, or without: then what is fastest over all that were measured.
+        request: with lengths in its fine buckets, or without: then what is fastest over all that were measured.
         place: of measurements on this device; asked only where there are any. tuning: as `known`.
     """
     here = known(request, place, tuning)
@@ -174,8 +175,9 @@ def _order(request: AttentionRequest, here: Known, key: Mapping[str, Any], *, ow
         if not found and here.model is not None:
             found = _without_held(here, key, here.model.grid(request, key, own=own))
         return _overall(found, recorded)
+    filed = bucket(lengths[0]), bucket(lengths[1]), bucket(lengths[2])
     for reach in (NEAR, FAR):
-        if (near := _near(found, lengths, recorded, reach, tree=request.tree)) is not NOTHING:
+        if (near := _near(found, filed, recorded, reach, tree=request.tree)) is not NOTHING:
             return near
     if here.model is None or 0 in lengths or (one := here.model.at(request, key, lengths, own=own)) is None:
         return NOTHING

@@ -31,6 +31,7 @@ __all__ = [
     "shipped_devices",
     "shipped_rates",
     "shipped_rows",
+    "shipped_samples",
 ]
 
 
@@ -177,7 +178,7 @@ def _read(place: Callable[[], Place]) -> Known:
     except ConfigError as exc:
         warnings.warn(f"nothing measured decides about backends: {exc}", RuntimeWarning, stacklevel=6)
         measured, held = False, []
-    if not (measured or held or shipped_rows()):
+    if not (measured or held or shipped_rows() or shipped_samples()):
         return NOT_ANY
     here = place()
     quarantined: dict[str, dict[str, str]] = {}
@@ -200,7 +201,7 @@ def _ask(place: Place, text: str) -> Asked:
 
 def shipped(place: Callable[[], Place]) -> Known:
     """Return what plugins ship about a device, without anything that was measured here."""
-    if not shipped_rows():
+    if not (shipped_rows() or shipped_samples()):
         return NOT_ANY
     here = place()
     return cached(("shipped", here.device, here.arch, get_manager().measurements), lambda: _shipped(here))
@@ -208,7 +209,7 @@ def shipped(place: Callable[[], Place]) -> Known:
 
 def _shipped(here: Place) -> Known:
     """Return what the authors of plugins measured on such a device, and what it says of others of its architecture."""
-    model = Model.of(shipped_rows(), shipped_rates(), here.device, here.arch)
+    model = Model.of([*shipped_rows(), *shipped_samples()], shipped_rates(), here.device, here.arch)
     found: dict[str, dict[Lengths, Measured]] = {}
     for row in shipped_rows():
         if (row.place.device, row.place.arch) == (here.device, here.arch):
@@ -234,6 +235,15 @@ def shipped_rows() -> Sequence[Row]:
     return _read_tables(get_manager().measurements).rows
 
 
+def shipped_samples() -> Sequence[Row]:
+    """The measurements of a sample of requests that come with plugins: they teach the cost model, and answer none.
+
+    One row in the neighbourhood of a request decides worse than the model made of all: it knows neither the libraries
+    that were missing there, nor that its neighbours say otherwise. Their lengths are not rounded.
+    """
+    return _read_tables(get_manager().measurements).samples
+
+
 def shipped_rates() -> Mapping[str, Rates]:
     """The rates of devices by name, as plugins have them beside their measurements."""
     return _read_tables(get_manager().measurements).rates
@@ -245,33 +255,41 @@ def shipped_devices(arch: str) -> list[str]:
 
 
 class _Read(NamedTuple):
-    """What plugins ship: measurements, and the rates of devices by name."""
+    """What plugins ship: measurements, those of samples, and the rates of devices by name."""
 
     rows: Sequence[Row]
+    samples: Sequence[Row]
     rates: Mapping[str, Rates]
 
 
 @functools.lru_cache(maxsize=4)
 def _read_tables(announced: tuple[tuple[str, str], ...]) -> _Read:
     found: list[Row] = []
+    samples: list[Row] = []
     rates: dict[str, Rates] = {}
     for name, file in announced:
         with Run() as run:
             try:
-                some, more = _read_table(file)
-                found, rates = [*found, *some], {**rates, **more}
+                one = _read_table(file)
+                found, samples, rates = [*found, *one.rows], [*samples, *one.samples], {**rates, **one.rates}
             except BaseException as exc:  # the import of a stranger's package may raise anything
                 if run.ended_by_host(exc):
                     raise
                 label, why = get_manager().plugins[name].label, f"{type(exc).__name__}: {exc}"
                 warnings.warn(f"the measurements of plugin {label} are not used: {why}", RuntimeWarning, stacklevel=2)
-    return _Read(tuple(sorted(found, key=lambda row: when(row.date))), rates)
+    return _Read(tuple(sorted(found, key=lambda row: when(row.date))), tuple(samples), rates)
 
 
-def _read_table(file: str) -> tuple[list[Row], dict[str, Rates]]:
+def _read_table(file: str) -> _Read:
     package, _, path = file.partition(":")
     data = json.loads(importlib.resources.files(package).joinpath(path).read_text(encoding="utf-8"))
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("measurements"), list):
         raise ConfigError(f"{file} is no export of `polyattn tune`, which has format {FORMAT!r}")
     rows = [row_of(one, f"{file}: measurement {i}") for i, one in enumerate(data["measurements"])]
-    return [row for row in rows if row.subject == BACKEND], rates_of(data.get("rates", {}), file)
+    kept = [row for row in rows if row.subject == BACKEND]
+    sample = data.get("sample", False)
+    if not isinstance(sample, bool):
+        raise ConfigError(
+            f"{file}: sample is {sample!r}; true it is where its requests are a sample of all, else false"
+        )
+    return _Read(() if sample else kept, kept if sample else (), rates_of(data.get("rates", {}), file))

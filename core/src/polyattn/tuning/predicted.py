@@ -28,7 +28,7 @@ from .times import Lengths, Measured
 
 __all__ = ["Model", "Rates", "rates_of"]
 
-_POINTS, _LEAST = 12, 5
+_POINTS, _LEAST = 16, 5
 """Measurements that a prediction is made of; a group of requests with fewer than the second is not predicted."""
 _REACH = 0.5
 """Distance in which the weight of a measurement falls by e. Distances are about octaves, see `_place`."""
@@ -212,10 +212,18 @@ class Model:
 
 
 def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
-    """The measurements of a group, without those that lack the backend which most of them have. Lengths are rounded to
-    powers of two: that error is one of all backends of a measurement, and not in how they stand to each other."""
+    """The measurements of a group, without those that lack the backend which most of them have. Of several such it is
+    the one nearest to the fastest: who takes as long for little work as for much is no measure of others.
+
+    Lengths are rounded to powers of two: that error is one of all backends of a measurement, and not in how they stand
+    to each other.
+    """
     named = [{_whole(row, name): time for name, time in row.value["times"].items()} for row in rows]
-    usual = Counter(name for times in named for name in times).most_common(1)[0][0]
+    losses: dict[str, list[float]] = {}
+    for times in named:
+        for name, time in times.items():
+            losses.setdefault(name, []).append(math.log(time / min(times.values())))
+    usual = max(losses, key=lambda name: (len(losses[name]), -statistics.median(losses[name])))
     quick = {usual, *(name for times in named for name, time in times.items() if time <= _SLOW * min(times.values()))}
     hosts: dict[str, list[float]] = {}
     found = []

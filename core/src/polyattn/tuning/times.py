@@ -15,7 +15,7 @@ from .rows import when
 __all__ = ["FAR", "NEAR", "SAME", "Lengths", "Measured", "SimilarRequest", "age", "describe_origin", "ranked", "where"]
 
 Lengths = tuple[int, int, int]
-"""Buckets of (B or N, the longest S_q, the longest S_k)."""
+"""Buckets of a call's extent (`polyattn.contract.lengths.Extent`)."""
 
 NEAR, FAR = 4, 16
 """Lengths that were not measured have the choice of the nearest that were, if none is further off than the first

@@ -31,5 +31,6 @@ def polyattn_register_backends() -> Iterable[BackendInfo]:
 
 @hookimpl
 def polyattn_register_measurements() -> Iterable[str]:
-    """What `polyattn bench --tune`, by the sheets of benchmarks/sheets, and `polyattn tune` found on each device."""
-    return ["polyattn_cuda:measurements/nvidia-h200.json"]
+    """What was measured: on an H200 by `polyattn bench --tune`, with the sheets of benchmarks/sheets, and by `polyattn
+    tune`; on an H100 random shapes, by benchmarks/sample_table.py."""
+    return ["polyattn_cuda:measurements/nvidia-h200.json", "polyattn_cuda:measurements/nvidia-h100.json"]

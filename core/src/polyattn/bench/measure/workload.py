@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...contract import AttentionRequest, relation
+from ...contract.lengths import Extent, packed_batch
 from ...contract.request_json import plain_request, read_request
 from ...errors import ConfigError, InvalidInputError, UnsupportedRequestError
 from ...tuning import bucket, request_key, with_lengths
@@ -46,7 +47,7 @@ class Workload:
     shared: int = 0
 
     def __post_init__(self) -> None:
-        request = with_lengths(self.request, self.batch, *self.longest).normalised()
+        request = with_lengths(self.request, *self.extent).normalised()
         object.__setattr__(self, "request", request)
         if not self.lengths or min(min(pair) for pair in self.lengths) < 1:
             raise InvalidInputError(f"lengths={list(self.lengths)[:4]}: one sequence or more, with S_q and S_k above 0")
@@ -94,9 +95,16 @@ class Workload:
         return bool(self.request.grad)
 
     @property
+    def extent(self) -> Extent:
+        """Its lengths as dispatch reads them from a call."""
+        longest = self.longest
+        packed = self.request.family == "varlen"
+        return packed_batch(self.batch, self.tokens, longest[0]) if packed else self.batch, *longest
+
+    @property
     def buckets(self) -> tuple[int, int, int]:
-        """(B or N, S_q, S_k) as measurements are filed."""
-        return bucket(self.batch), *(bucket(length) for length in self.longest)  # type: ignore[return-value]
+        """Its extent as measurements are filed."""
+        return tuple(map(bucket, self.extent))  # type: ignore[return-value]
 
     @property
     def id(self) -> str:

@@ -1,0 +1,154 @@
+"""benchmarks/sample_table.py and held_out.py: what random shapes showed, shipped and held out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from polyattn.tuning.known import shipped_rows, shipped_samples
+from polyattn.tuning.predicted import Model
+from polyattn.tuning.rows import canonical, row_of
+
+ROOT = Path(__file__).parents[2]
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "random-shapes.json").read_text(encoding="utf-8"))
+TABLE = ROOT / "plugins" / "cuda" / "src" / "polyattn_cuda" / "measurements" / "nvidia-h100.json"
+ALL, FEW = "everything here", "Triton and PyTorch"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module
+    for name in ("held_out", "sample_table", "random_shapes", "report"):
+        sys.modules.pop(name, None)
+
+
+def first(kind: str) -> dict[str, Any]:
+    return next(row for row in RESULT["rows"] if row["kind"] == kind and row.get("measurement"))
+
+
+def test_the_shipped_table_is_of_the_result_file(benchmark: Callable[[str], ModuleType]) -> None:
+    made = benchmark("sample_table").table([RESULT])
+    assert json.loads(TABLE.read_text(encoding="utf-8")) == made, "python benchmarks/sample_table.py writes it"
+    assert {row.place.device for row in shipped_samples()} == {RESULT["machine"]}
+    assert not {row.place.device for row in shipped_rows()} & {RESULT["machine"]}, "a sample answers no request"
+
+
+def test_a_measurement_keeps_what_was_drawn_and_where(benchmark: Callable[[str], ModuleType]) -> None:
+    module = benchmark("sample_table")
+    for kind in ("dense", "paged"):
+        row, fields = first(kind), first(kind)["fields"]
+        found = module.measurement({**row, "host": {"polyattn/triton": 12.5, "fa3": 3.0}})
+        lengths = (fields["batch"], fields["q_len"], fields["kv_len"] or fields["q_len"])
+        assert tuple(found.key[name] for name in ("batch", "q", "k")) == lengths
+        assert found.value["host"] == {"triton": 12.5}, "libraries that were called by hand are none of the table's"
+        assert (found.place, found.date) == (row_of(row["measurement"], "").place, row["measurement"]["date"])
+    packed = first("packed")
+    lengths = packed["fields"]["lengths"]
+    key = module.measurement(packed).key
+    assert (key["batch"], key["q"]) == (-(-sum(lengths) // max(lengths)), max(lengths))
+
+
+def test_times_that_the_rounds_do_not_agree_on_are_none(benchmark: Callable[[str], ModuleType]) -> None:
+    module = benchmark("sample_table")
+    row = first("dense")
+    best = row["measurement"]["value"]["backend"]
+    name = f"polyattn/{best}"
+    odd = {**row, "first": {**row["first"], name: row["us"][name] / 2}}
+    assert module.unsteady(odd) == {name: (row["us"][name] / 2, row["us"][name])}
+    found = module.measurement(odd)
+    assert set(found.value["times"]) == set(row["measurement"]["value"]["times"]) - {best}
+    assert found.microseconds == min(found.value["times"].values()) == found.value["times"][found.value["backend"]]
+    assert module.unsteady({**row, "first": {**row["first"], name: row["us"][name] / 1.2}}) == {}
+    all_odd = {**row, "first": {name: time / 2 for name, time in row["us"].items()}}
+    assert module.table([{"rows": [all_odd]}])["measurements"] == []
+
+
+def test_of_two_runs_the_later_counts(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    row = first("dense")
+    later = {**row, "measurement": {**row["measurement"], "date": "2027-01-01T00:00:00+00:00"}}
+    for name, rows in (("a", [row, {"note": "not checked"}]), ("b", [later])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    out = tmp_path / "out.json"
+    benchmark("sample_table").main([str(tmp_path / "a.json"), str(tmp_path / "b.json"), f"--out={out}"])
+    (one,) = json.loads(out.read_text(encoding="utf-8"))["measurements"]
+    assert one["date"].startswith("2027")
+
+
+def test_the_model_has_not_seen_what_is_held_out(benchmark: Callable[[str], ModuleType]) -> None:
+    module = benchmark("held_out")
+    rows = [module.Timed.of(row) for row in RESULT["rows"] if row.get("measurement")]
+
+    def seen(model: Model) -> set[tuple[str, Any]]:
+        return {(point.text, point.lengths) for group in model.groups.values() for point in group.points}
+
+    def place(one: Any) -> tuple[str, Any]:
+        key = one.measured.key
+        return canonical(key["request"]), (key["batch"], key["q"], key["k"])
+
+    for held, count in (("all", 1), ("its seed", 3), ("its family", len({one.row["family"] for one in rows}))):
+        same = module.HELD[held]
+        made = module.models(rows, same)
+        assert len(made) == count
+        for value, model in made.items():
+            assert not seen(model) & {place(one) for one in rows if same(one.row) == value}
+            others = {place(one) for one in rows if same(one.row) != value}
+            assert bool(seen(model) & others) == bool(others)
+
+
+def test_a_row_is_chosen_for_by_what_it_is_judged_by(benchmark: Callable[[str], ModuleType]) -> None:
+    """With the host's times of a call they count in the prediction too, and without them they do not."""
+    module = benchmark("held_out")
+
+    class Said:
+        def at(self, *asked: Any) -> Any:
+            from polyattn.tuning import Measured
+
+            times, host = {"triton": 10.0, "torch_sdpa": 20.0}, {"triton": 90.0, "torch_sdpa": 5.0}
+            return Measured((1, 1, 1), times, "", host=host, predicted="from a test")
+
+    asked = module.Timed.of({**first("dense"), "host": {}})
+    bare, timed = (asked.counted(what, Said()) for what in module.COUNTED)
+    assert bare.choose(Said(), bare.machines[ALL]) == "polyattn/triton"
+    assert timed.choose(Said(), timed.machines[ALL]) == "polyattn/torch_sdpa"
+    assert timed.row["host"] == {"polyattn/triton": 90.0, "polyattn/torch_sdpa": 5.0}, "the run took none"
+    taken = module.Timed.of({**first("dense"), "host": {"polyattn/triton": 30.0}})
+    assert taken.counted("device or host", Said()).row["host"] == {"polyattn/triton": 30.0}
+    assert taken.counted("the device", Said()).row["host"] == {}
+
+
+def test_the_tables_say_who_was_chosen_where_it_is_low(benchmark: Callable[[str], ModuleType]) -> None:
+    module = benchmark("held_out")
+    rows = [
+        {
+            "row": f"short: {name}",
+            "counted": counted,
+            "installed": where,
+            "held": held,
+            "chosen": "triton",
+            "speed": speed,
+            "unsteady": unsteady,
+        }
+        for where in (ALL, FEW)
+        for counted in module.COUNTED
+        for held in ("rules", *module.HELD)
+        for name, unsteady, speed in (
+            ("a", "", 1.0),
+            ("b", "", 0.5 if (where, counted, held) == (ALL, "the device", "its seed") else None),
+            ("c", "triton 1 and 9 us", 0.2),
+        )
+    ]
+    head = {"date": "2026-01-02", "machine": "a CPU", "versions": {"torch": "2"}, "device": "H", "timed": "2026-01-01"}
+    said = module.markdown({**head, "rows": rows})
+    assert f"| {ALL} | the device | its seed | 2 | 0.707 | 0.50 | 1 | 1 |" in said
+    assert f"| {FEW} | device or host | its family | 1 | 1.000 | 1.00 | 0 | 0 |" in said
+    assert said.count("| short: ") == 2
+    assert "| short: c | triton 1 and 9 us | triton | 0.20 |" in said
+    assert f"| short: b | {ALL} | the device | its seed | triton | 0.50 |" in said
