@@ -22,6 +22,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -109,7 +110,6 @@ def check_all(sheet: Path, processes: int, within: float, device: torch.device, 
     files = [folder / f"checked-{share}.jsonl" for share in range(processes)]
     workers = []
     for share, file in enumerate(files):
-        file.unlink(missing_ok=True)
         words = [str(sheet), "--share", str(share), "--processes", str(processes), "--json", str(file)]
         workers.append(subprocess.Popen([sys.executable, __file__, *words, "--device", str(device)]))
     for worker in workers:
@@ -316,8 +316,8 @@ def main() -> None:
     if args.share is not None:
         check_share(args.sheet, args.share, args.processes, args.json, device)
         return
-    folder = args.json.parent if args.json else Path()
-    said = check_all(args.sheet, args.processes, args.within, device, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        said = check_all(args.sheet, args.processes, args.within, device, Path(folder))
     rows: list[dict[str, Any]] = []
     result = {**report.stamp("random-shapes", device), "rows": rows}
     clock = Clock(device, _WINDOW)
