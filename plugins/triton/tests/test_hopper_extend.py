@@ -350,7 +350,7 @@ REQUEST = AttentionRequest(
         ({"v_head_dim": 64}, False),
         ({"kv_dtype": "fp8_e4m3", "kv_scales": "tensor"}, False),
         ({"kv_dtype": "float16"}, False),
-        ({"heads": 24}, False),
+        ({"heads": 24}, True),
         ({"kv_heads": 32}, True),
         ({"heads": 128, "kv_heads": 1}, False),
         ({"scale": -1.0}, False),
@@ -374,12 +374,9 @@ REQUEST = AttentionRequest(
     ],
     ids=lambda x: ",".join(map(str, x)) if isinstance(x, dict) else "",
 )
-def test_takes(changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes(changed: dict[str, Any], taken: bool) -> None:
     request = dataclasses.replace(REQUEST, **changed).normalised()
-    monkeypatch.setattr(hopper, "GROUPS", False)
     assert hopper.takes(request) is taken
-    monkeypatch.setattr(hopper, "GROUPS", True)
-    assert hopper.takes(request) is (taken or changed == {"heads": 24})
 
 
 def caches() -> Iterator[Any]:
@@ -537,13 +534,8 @@ def test_the_adapter_cuts_a_shared_prefix(adapter: Callable[..., list[str]], mon
     assert paged._Call(invariant)._cuts(own.query, part.tables, own.key_cache, own.value_cache) == 0
 
 
-@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
-def test_the_adapter_cuts_few_tokens(
-    adapter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, on: bool
-) -> None:
+def test_the_adapter_cuts_few_tokens(adapter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tiles over many keys, but neither a small tile of `decode`, nor a mask, nor where batches must not matter."""
-    monkeypatch.setattr(hopper, "GROUPS", True)
-    monkeypatch.setattr(hopper, "RANGES", on)
     monkeypatch.setattr(runtime, "processors", lambda device: 132)
     request = dataclasses.replace(SMALL, heads=12, kv_heads=1, sinks=True)
 
@@ -554,7 +546,7 @@ def test_the_adapter_cuts_few_tokens(
         problem.check(causal=True, sinks=sinks)
         return found
 
-    assert served(request, 5) == (["hopper"] if on else ["decode"])
+    assert served(request, 5) == ["hopper"]
     assert served(request, 2) == ["decode"]
     invariant = dataclasses.replace(request, batch_invariant=True)
     assert served(invariant, 5) == ["hopper"], "whole"
@@ -562,17 +554,15 @@ def test_the_adapter_cuts_few_tokens(
     assert served(tree, 5, attn_mask=torch.ones(1, 1, 5, 1400, dtype=torch.bool)) == ["decode"]
 
 
-@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
-def test_a_session_plans_nothing_for_ranges(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+def test_a_session_plans_nothing_for_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "RANGES", on)
     monkeypatch.setattr(runtime, "processors", lambda device: 132)
     planned: list[Any] = []
     monkeypatch.setattr(paged, "items_for", lambda *args, **given: planned.append(given) or (None, None))
     slot = types.SimpleNamespace(device=torch.device("cpu"), workspace=None)
     session = paged.Paged().bind(dataclasses.replace(SMALL, heads=16, kv_heads=1)).session(slot)
     session.plan(types.SimpleNamespace(sequences=1, max_seqlen_q=4, max_seqlen_k=4000))
-    assert bool(planned) is not on
+    assert not planned
     session.plan(types.SimpleNamespace(sequences=1, max_seqlen_q=1, max_seqlen_k=4000))
     assert planned
 
@@ -580,7 +570,6 @@ def test_a_session_plans_nothing_for_ranges(monkeypatch: pytest.MonkeyPatch, on:
 @pytest.mark.parametrize(("queries", "keys", "cut"), [(64, 2048, True), (600, 2048, False), (4, 100, False)])
 def test_ranges_are_of_few_new_tokens(monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, cut: bool) -> None:
     monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "RANGES", True)
     monkeypatch.setattr(runtime, "processors", lambda device: 132)
     call = paged._Call(SMALL)
     assert (call.ranges(torch.device("cpu"), 1, 2, 2, (queries, keys)) > 1) is cut

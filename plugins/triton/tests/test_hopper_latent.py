@@ -103,7 +103,6 @@ def test_lists_emulated(monkeypatch: pytest.MonkeyPatch, heads: int, topk: int, 
     machine = Machine(latent_kernel.attend)
     monkeypatch.setattr(latent_kernel, "attend", machine)
     monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "LISTS", True)
     monkeypatch.setattr(hopper, "listed_parts", lambda *_: parts)
     monkeypatch.setattr(hopper.runtime, "processors", lambda device: 3)
     torch.manual_seed(topk)

@@ -229,10 +229,8 @@ REQUEST = AttentionRequest(
     ],
     ids=lambda x: ",".join(map(str, x)) if isinstance(x, dict) else "",
 )
-def test_takes(changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes(changed: dict[str, Any], taken: bool) -> None:
     request = dataclasses.replace(REQUEST, **changed).normalised()
-    assert not hopper.takes_packed(request) or hopper.PACKED
-    monkeypatch.setattr(hopper, "PACKED", True)
     assert hopper.takes_packed(request) is taken
 
 
@@ -262,9 +260,8 @@ def test_fits(change: Any, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 # In the adapter ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_the_adapter_chooses(emulated: None, monkeypatch: pytest.MonkeyPatch, on: bool, sinks: bool) -> None:
+def test_the_adapter_chooses(emulated: None, monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
     used: list[str] = []
 
     def noted(place: Any, name: str) -> None:
@@ -274,8 +271,7 @@ def test_the_adapter_chooses(emulated: None, monkeypatch: pytest.MonkeyPatch, on
     noted(hopper, "packed")
     noted(dense, "forward")
     monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "PACKED", on)
-    for lens, served in (([(20, 20), (70, 70)], on), ([(1, 1), (9, 9)], False)):
+    for lens, served in (([(20, 20), (70, 70)], True), ([(1, 1), (9, 9)], False)):
         used.clear()
         problem = Problem(lens, heads=(6, 2), with_sinks=sinks)
         bound = dense.Dense().bind(dataclasses.replace(REQUEST, sinks=sinks, scale=0.25))
@@ -292,7 +288,6 @@ def test_the_adapter_chooses(emulated: None, monkeypatch: pytest.MonkeyPatch, on
 def test_gradients_are_of_what_it_leaves(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The portable backward takes its output and its LSE."""
     monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "PACKED", True)
     problem = Problem([(20, 20), (1, 1), (40, 50)], heads=(6, 2))
     lengths = {**problem.lengths, "max_seqlen_k": 50}
     bound = dense.Dense().bind(dataclasses.replace(REQUEST, grad=("query", "key", "value"), lse=False))

@@ -92,8 +92,7 @@ class _Call:
         """Into how many ranges of keys `hopper.extend` is to cut such sequences; 1: it is not to."""
         r, (max_seqlen_q, max_seqlen_k) = self.request, longest
         if not (
-            hopper.RANGES
-            and self.on_hopper
+            self.on_hopper
             and not r.batch_invariant
             and not self.mask
             and r.window[0] < 0

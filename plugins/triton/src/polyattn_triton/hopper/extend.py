@@ -31,14 +31,6 @@ __all__ = [
     "takes_parts",
 ]
 
-PACKED = True
-"""Whether packed keys are read here."""
-
-GROUPS = True
-"""Whether groups that are no power of two are computed here over pages."""
-RANGES = True
-"""Whether the keys of few new tokens are cut into ranges here. All three have run on an H200 (2026-11-28)."""
-
 _ROWS = 64
 """Of a warpgroup, queries times heads of a group."""
 _STEPS = 3
@@ -134,16 +126,14 @@ def takes(request: AttentionRequest) -> bool:
 
 def takes_parts(request: AttentionRequest) -> bool:
     """Whether `extend` is for further parts of such calls, all of whose keys are seen: bf16 and fp16 with a cache of
-    the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens, groups of 1 to 64 heads that are a power of
-    two, or any with `GROUPS`."""
-    r, group = request, request.group
+    the same, D = D_v of 64, 128 and 256, pages of a multiple of 16 tokens, groups of 1 to 64 heads."""
+    r = request
     return (
         _takes_heads(r)
         and r.kv_storage == r.dtype
         and not r.kv_scales
         # Boxes of fewer rows are not worth their copies.
         and r.page_size % 16 == 0
-        and (GROUPS or group & (group - 1) == 0)
     )
 
 
@@ -151,7 +141,7 @@ def takes_packed(request: AttentionRequest) -> bool:
     """Whether `packed` is for packed calls like this on a Hopper: bf16 and fp16, D = D_v of 64, 128 and 256, groups of
     1 to 64 heads, causal from the bottom right or full, a left window that is not `short`, sinks."""
     r = request
-    return PACKED and _takes_heads(r) and _takes_span(r) and r.causal != "top_left" and r.mask == "none"
+    return _takes_heads(r) and _takes_span(r) and r.causal != "top_left" and r.mask == "none"
 
 
 def _takes_heads(request: AttentionRequest) -> bool:

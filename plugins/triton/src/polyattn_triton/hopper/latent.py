@@ -17,8 +17,6 @@ REGISTERS = 216
 """Of a consumer's thread; the producer has what is left."""
 LISTED_REGISTERS = 208
 """Of lists, whose producer has to know where rows are."""
-LISTS = False
-"""Whether lists are computed here. No GPU has run this kernel yet: it is emulated and compiled, in tests."""
 
 
 def takes(query: Tensor, cache: Tensor, out: Tensor, rows: int, keys: int) -> bool:
@@ -67,7 +65,7 @@ def attend(
 def takes_listed(query: Tensor, cache: Tensor, out: Tensor) -> bool:
     """Whether `attend_listed` computes such lists. Arguments as `takes`."""
     # A row is found by its number, which fits in 32 bits.
-    even = LISTS and cache.stride(0) == cache.shape[1] * cache.stride(1) and cache.shape[0] * cache.shape[1] < 2**31
+    even = cache.stride(0) == cache.shape[1] * cache.stride(1) and cache.shape[0] * cache.shape[1] < 2**31
     return even and takes(query, cache, out, _BLOCK, _BLOCK)
 
 
