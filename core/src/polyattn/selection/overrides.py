@@ -260,7 +260,8 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
 
     Args:
         argument: what the call or layer names. scope: of the `with` forms.
-        request: a serving request is asked for by its phase: `decode_attention_backend` before `attention_backend`.
+        request: a serving request is asked for by its phase: `decode_attention_backend` before `attention_backend`. No
+            setting reaches a request of linear attention.
     """
     backend, name, role = scope
     settings = _process.settings or current_settings()
@@ -279,6 +280,8 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
         return Choice(_process.forced, "force_backend")
     if component_choice is not None:
         return component_choice
+    if request is not None and request.family == "linear":
+        return None  # a hybrid model has both kinds: the setting is about softmax attention, which few kernels share
     tower = ("mm_attention_backend",) if TOWER in (name, role) else ()
     for field in (*tower, _phase_field(settings, request), "attention_backend"):
         if (configured := getattr(settings, field)) is not None:
