@@ -278,10 +278,9 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
         return None if backend == AUTOMATIC else Choice(backend, "use_backend")
     if _process.forced:
         return Choice(_process.forced, "force_backend")
-    if component_choice is not None:
+    # Settings are about softmax attention: a hybrid model has both kinds, and few backends do.
+    if component_choice is not None or (request is not None and request.family == "linear"):
         return component_choice
-    if request is not None and request.family == "linear":
-        return None  # a hybrid model has both kinds: the setting is about softmax attention, which few kernels share
     tower = ("mm_attention_backend",) if TOWER in (name, role) else ()
     for field in (*tower, _phase_field(settings, request), "attention_backend"):
         if (configured := getattr(settings, field)) is not None:
