@@ -164,3 +164,11 @@ def test_flashinfer_named_for_a_latent_cache_is_its_latent_kernels() -> None:
     assert (found.backend, found.source) == ("flashinfer_mla", "fallback from flashinfer")
     with pytest.raises(UnsupportedRequestError, match="ask for flashinfer_mla"):
         what_if(AttentionRequest(**MLA), **machine, strict=True)
+
+
+def test_a_pair_of_latent_backends_is_judged_by_causal_prompts() -> None:
+    """A decoding step needs no mask; the prompts before it do."""
+    machine = {"platform": "cuda:sm100", "installed": ["flashinfer-python"]}
+    decode = AttentionRequest(**{**MLA, "page_size": 64, "causal": "none"})
+    found = what_if(decode, **machine, prefill_backend="trtllm_mla", decode_backend="cutedsl_mla")
+    assert found.backend == "cutedsl_mla"
