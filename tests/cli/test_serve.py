@@ -230,6 +230,51 @@ def test_a_plan_says_who_computes_images(run: Run, tmp_path: Path) -> None:
     assert {entry["phase"]: entry["provider"] for entry in done.data["phases"]}["images"] == "fa3/sgl-kernel"
 
 
+def test_a_plan_says_who_computes_linear_attention(run: Run, tmp_path: Path) -> None:
+    sizes = {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    kinds = ["linear_attention", "full_attention"]
+    heads = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "layer_types": kinds}
+    transformers.Qwen3NextConfig(**heads, **sizes).save_pretrained(tmp_path)
+    words = ("serve", "--model-path", str(tmp_path))
+    done = run(*words, "--attention-backend", "flex_attention", "--dry-run", "--json")
+    assert done.code == 0, "a setting of softmax attention says nothing of the other kind"
+    found = {entry["phase"]: entry["backend"] for entry in done.data["phases"]}
+    linear = {"linear prefill": "torch_native", "linear decode": "torch_native"}
+    assert found == {**linear, "prefill": "flex_attention", "decode": "flex_attention"}
+    more = ("--linear-attn-decode-backend", "reference", "--speculative-draft-model-path", "d")
+    done = run(*words, *more, *machine("cuda:sm90"))
+    found = {entry["phase"]: entry["backend"] for entry in done.data["phases"] if "linear" in entry["phase"]}
+    assert found == {"linear prefill": "triton", "linear decode": "reference", "linear verify": "reference"}
+    done = run(*words, "--linear-attn-backend", "trito", "--dry-run")
+    assert done.code == 4
+    assert "no backend is named 'trito'" in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize("flag", ["--linear-attn-backend", "--linear-attn-decode-backend", "--mm-attention-backend"])
+def test_a_plan_refuses_a_flag_that_reaches_no_layer(run: Run, tmp_path: Path, flag: str) -> None:
+    transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
+    done = run("serve", "--model-path", str(tmp_path), flag, "torch_native", "--dry-run")
+    assert done.code == 2, "as a server would, once it has the model"
+    assert f"{flag} torch_native: the config of {tmp_path} has no " in " ".join(done.err.split())
+
+
+def test_a_plan_lists_the_tokens_of_a_sparse_model(run: Run, tmp_path: Path) -> None:
+    transformers.DeepseekV32Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    done = run("serve", "--model-path", str(tmp_path), "--attention-backend", "dsa", *machine("cuda:sm90"))
+    assert done.code == 0, done.out
+    found = [(entry["backend"], entry["request"]["token_topk"]) for entry in done.data["phases"]]
+    assert found == [("dsa", 2048), ("dsa", 2048)]
+
+
+def test_sglang_runs_its_own_linear_attention(run: Run) -> None:
+    words = ("--linear-attn-backend", "triton", "--linear-attn-decode-backend", "cutedsl")
+    done = run("serve", "--engine", "sglang", "--model", "m", *words, "--dry-run", "--json")
+    assert done.code == 0, done.out
+    pairs = dict(itertools.pairwise(done.data["command"]))
+    assert (pairs[words[0]], pairs[words[2]]) == (words[1], words[3])
+    assert done.data["environment"] == {}
+
+
 def test_the_assumed_shape_is_a_layer() -> None:
     layers, dtype, note = serve_plan._layers("nobody/nothing")
     assert (layers[0].heads, layers[0].kv_heads, layers[0].head_dim, dtype) == (32, 8, 128, torch.bfloat16)

@@ -307,6 +307,20 @@ def test_an_explicit_choice_that_cannot_serve_names_who_asked():
         call()
 
 
+def test_no_setting_chooses_who_computes_linear_attention(monkeypatch):
+    """A hybrid model has both kinds, and few backends do."""
+    rows = torch.zeros(1, 3, 2, 16)
+    given = {"gate": rows[..., 0], "beta": rows[..., 0]}
+    unset = polyattn.explain(polyattn.linear_attention, rows, rows, rows, **given)
+    monkeypatch.setenv("POLYATTN_ATTENTION_BACKEND", "flex_attention")
+    polyattn.configure()
+    assert polyattn.explain(polyattn.attention, rows, rows, rows).backend == "flex_attention"
+    found = polyattn.explain(polyattn.linear_attention, rows, rows, rows, **given)
+    assert (found.backend, found.source) == (unset.backend, unset.source)
+    with polyattn.use_backend("flex_attention"), pytest.raises(UnsupportedRequestError, match="asked for by use_back"):
+        polyattn.linear_attention(rows, rows, rows, **given)
+
+
 def test_a_fallback_is_said_once_and_an_error_in_strict_mode(calls):
     with pytest.warns(RuntimeWarning, match="half was asked for by argument and replaced by alpha"):
         call(backend="half")

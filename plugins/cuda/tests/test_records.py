@@ -9,7 +9,7 @@ import pytest
 
 from polyattn import what_if
 from polyattn.contract import Accepted, AttentionRequest, judge
-from polyattn.errors import BackendUnavailableError
+from polyattn.errors import BackendUnavailableError, UnsupportedRequestError
 from polyattn.lowering import Planner
 from polyattn.registry.platforms import parse_platform
 from polyattn.selection.aliases import kind_of
@@ -155,3 +155,20 @@ def test_a_version_that_lacks_what_is_called_is_refused_before_it_is_chosen(
     with pytest.raises(BackendUnavailableError, match=r"is installed, .* is needed"):
         what_if(request, platform="cuda:sm100", installed=[other], backend=name)
     assert what_if(request, platform="cuda:sm100", installed=[other, "polyattn-triton"]).backend != name
+
+
+def test_flashinfer_named_for_a_latent_cache_is_its_latent_kernels() -> None:
+    """SGLang's one name starts DeepSeek's models too."""
+    machine = {"platform": "cuda:sm90", "installed": ["flashinfer-python"], "backend": "flashinfer"}
+    found = what_if(AttentionRequest(**MLA), **machine)
+    assert (found.backend, found.source) == ("flashinfer_mla", "fallback from flashinfer")
+    with pytest.raises(UnsupportedRequestError, match="ask for flashinfer_mla"):
+        what_if(AttentionRequest(**MLA), **machine, strict=True)
+
+
+def test_a_pair_of_latent_backends_is_judged_by_causal_prompts() -> None:
+    """A decoding step needs no mask; the prompts before it do."""
+    machine = {"platform": "cuda:sm100", "installed": ["flashinfer-python"]}
+    decode = AttentionRequest(**{**MLA, "page_size": 64, "causal": "none"})
+    found = what_if(decode, **machine, prefill_backend="trtllm_mla", decode_backend="cutedsl_mla")
+    assert found.backend == "cutedsl_mla"

@@ -143,8 +143,11 @@ def runner_of(model: Any, needed: int) -> Any:
     return CausalLMRunner(model, max_positions=needed if 0 < needed < known else None)
 
 
-def linear_choice(given: Mapping[str, Any], runner: Any) -> LinearChoice:
+def linear_choice(given: Mapping[str, Any], model: str, *, has: bool) -> LinearChoice:
     """Return who serves linear attention, as the flags say.
+
+    Args:
+        given: the shared flags. model: what it is called. has: whether it has layers of linear attention.
 
     Raises:
         ConfigError: a flag is given, and the model has no such layer.
@@ -155,10 +158,9 @@ def linear_choice(given: Mapping[str, Any], runner: Any) -> LinearChoice:
         f"linear_attn_{phase}backend": given[f"linear_attn_{phase}backend"] for phase in ("", "prefill_", "decode_")
     }
     found = [name for name, backend in names.items() if backend is not None]
-    if found and not runner.recurrent:
+    if found and not has:
         raise ConfigError(
-            f"--{found[0].replace('_', '-')} {names[found[0]]}: {type(runner.model).__name__} has no layer of linear "
-            "attention; leave it out"
+            f"--{found[0].replace('_', '-')} {names[found[0]]}: {model} has no layer of linear attention; leave it out"
         )
     return LinearChoice(*names.values())
 

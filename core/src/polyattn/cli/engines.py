@@ -46,6 +46,7 @@ _SAME = (
     *("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk"),
     "speculative_num_draft_tokens",
 )
+_LINEAR = ("linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend")
 _KINDS = {"full_attention": "POLYATTN", "sliding_window": "POLYATTN", "mla_attention": "POLYATTN_MLA"}
 """vLLM's kinds of caches -> polyattn's name there: a model may have several."""
 _INSTALLED = {
@@ -55,7 +56,8 @@ _INSTALLED = {
         ("--attention-backend", "polyattn", "--disable-cuda-graph"),
         "polyattn",
         {
-            **{name: f"--{name.replace('_', '-')}" for name in _SAME},
+            # Its layers of linear attention run its own kernels.
+            **{name: f"--{name.replace('_', '-')}" for name in (*_SAME, *_LINEAR)},
             "disable_cuda_graph": "",
         },
         {"bf16": "bfloat16"},

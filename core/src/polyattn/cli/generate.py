@@ -170,7 +170,7 @@ def generate(
             cache=cache_for(runner, settings, given),
             max_requests=min(len(ids), TOGETHER),
             max_tokens=longest,
-            linear=linear_choice(given, runner),
+            linear=linear_choice(given, type(model).__name__, has=bool(runner.recurrent)),
             speculative=None if draft is None else speculative_of(load_model(draft, device), needed, *levels),
             graphs=not given["disable_cuda_graph"],
             batch_invariant=given["batch_invariant"],

@@ -317,7 +317,7 @@ def _engine(
             max_tokens=length,
             max_batch_tokens=given["chunked_prefill_size"],
             prefix_caching=not given["disable_radix_cache"],
-            linear=linear_choice(given, runner),
+            linear=linear_choice(given, type(model).__name__, has=bool(runner.recurrent)),
             speculative=None
             if draft is None
             else speculative_of(load_model(draft, device, **more), length + steps, *levels),

@@ -10,7 +10,7 @@ from rich.text import Text
 from ..errors import BackendUnavailableError, ConfigError, UnsupportedRequestError
 from ..selection.inspection import explain, what_if
 from ..selection.select import Selection
-from .causal_lm import folder_of, load_config
+from .causal_lm import check_tower, folder_of, linear_choice, load_config
 from .explain import assumed, checked, here
 from .reasons import reasons_table
 from .rendering import facts, panel, screen, show_json, standing
@@ -28,7 +28,15 @@ PAGE_SIZES = (16, 64, 128, 32, 1)
 """Tried in this order where nobody names one: several kernels take one size only."""
 
 _USUAL: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-WORDS = {"extend": "prefill", "decode": "decode", "verify": "verify", "image": "images"}
+WORDS = {
+    "extend": "prefill",
+    "decode": "decode",
+    "verify": "verify",
+    "image": "images",
+    "linear_extend": "linear prefill",
+    "linear_decode": "linear decode",
+    "linear_target_verify": "linear verify",
+}
 
 
 def print_plan(
@@ -47,6 +55,7 @@ def print_plan(
 
     Raises:
         UnsupportedRequestError, BackendUnavailableError: a phase has no backend; they name the flags.
+        ConfigError: a flag names a backend for layers that the model does not have.
     """
     layers, dtype, note = _layers(model)
     size, found = fitting_pages(
@@ -57,7 +66,12 @@ def print_plan(
             for phase, selection in _phases(layer, dtype, given, settings, size, platform, installed).items()
         ],
     )
-    if tower := _tower(model, dtype, settings, platform, installed):
+    linear, more = _linear(model, dtype, given, settings, platform, installed)
+    note = note or more
+    found = [*((layers[0], phase, selection) for phase, selection in linear.items()), *found]
+    tower = _tower(model, dtype, settings, platform, installed)
+    check_tower(given, "" if tower else f"the config of {model} has no tower of images, or is not here")
+    if tower:
         found.insert(0, (layers[0], "image", tower))
     if as_json:
         show_json(
@@ -122,7 +136,9 @@ def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
     if rank := getattr(config, "kv_lora_rank", 0):
         rope, plain = config.qk_rope_head_dim, config.qk_nope_head_dim
         scale = (rope + plain) ** -0.5
-        return [AttentionLayer(0, heads, 1, rank + rope, rank, scale=scale, latent=True)], dtype, ""
+        listed = getattr(config, "index_topk", None) or 0  # DeepSeek sparse attention: an indexer lists the tokens
+        layer = AttentionLayer(0, heads, 1, rank + rope, rank, scale=scale, latent=True, token_topk=listed)
+        return [layer], dtype, ""
     usual: dict[str, Any] = {
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
@@ -201,6 +217,56 @@ def _tower(model: str, dtype: Any, settings: Settings, platform: str | None, ins
         return found
     backend = settings.mm_attention_backend or settings.attention_backend
     return what_if(found.request, **_machine(platform, installed), backend=backend, strict=settings.strict)
+
+
+def _linear(
+    model: str,
+    dtype: Any,
+    given: Mapping[str, Any],
+    settings: Settings,
+    platform: str | None,
+    installed: str | None,
+) -> tuple[dict[str, Selection], str]:
+    """Return who computes linear attention in each phase, and why that cannot be told of a model that has it."""
+    import torch
+
+    from ..dispatch.linear import linear_attention
+    from ..serving.step.batch import ForwardMode
+
+    try:
+        config: Any = load_config(folder_of(model)).get_text_config(decoder=True)
+    except ConfigError:
+        config = None
+    has = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    choice = linear_choice(given, f"the config of {model}" if config else "what is assumed", has=has)
+    if not has:
+        return {}, ""
+    if not (heads := getattr(config, "linear_num_value_heads", 0)):
+        return {}, f"the config of {model} has no sizes of its linear attention that are known here: it is left out"
+    D, D_v = config.linear_key_head_dim, config.linear_value_head_dim
+    other = not (platform is None and installed is None)
+    device = torch.device("cuda" if torch.cuda.is_available() and not other else "cpu")
+    modes = (ForwardMode.EXTEND, ForwardMode.DECODE, *((ForwardMode.TARGET_VERIFY,) if _topk(given) else ()))
+    found = {}
+    for mode in modes:
+        tokens, verifies = 1 if mode is ForwardMode.DECODE else 4, mode is ForwardMode.TARGET_VERIFY
+        rows, values = (torch.zeros(1, tokens, heads, d, dtype=dtype, device=device) for d in (D, D_v))
+        beta = values[..., 0]
+        name = choice.of(mode)
+        asked = explain(
+            linear_attention, rows, rows, values, gate=beta.float(), beta=beta, qk_norm=True,
+            state=torch.zeros(2, heads, D, D_v, device=device),
+            state_slots=torch.zeros(1, dtype=torch.int64, device=device),
+            cu_seqlens=None if verifies else torch.tensor([0, tokens], dtype=torch.int32, device=device),
+            every_state=verifies,
+            # Of another machine only the request is taken from here, where the reference serves everything.
+            backend="reference" if other else name,
+        )  # fmt: skip
+        if other:
+            # The names of attention's phases are none of its own: a name that is given there would not reach it.
+            asked = what_if(asked.request, **_machine(platform, installed), backend=name, strict=settings.strict)
+        found[f"linear_{mode.name.lower()}"] = asked
+    return found, ""
 
 
 def _topk(given: Mapping[str, Any]) -> int:

@@ -260,7 +260,8 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
 
     Args:
         argument: what the call or layer names. scope: of the `with` forms.
-        request: a serving request is asked for by its phase: `decode_attention_backend` before `attention_backend`.
+        request: a serving request is asked for by its phase: `decode_attention_backend` before `attention_backend`. No
+            setting reaches a request of linear attention.
     """
     backend, name, role = scope
     settings = _process.settings or current_settings()
@@ -277,7 +278,8 @@ def current_choice(argument: str | None, scope: Scope, request: AttentionRequest
         return None if backend == AUTOMATIC else Choice(backend, "use_backend")
     if _process.forced:
         return Choice(_process.forced, "force_backend")
-    if component_choice is not None:
+    # Settings are about softmax attention: a hybrid model has both kinds, and few backends do.
+    if component_choice is not None or (request is not None and request.family == "linear"):
         return component_choice
     tower = ("mm_attention_backend",) if TOWER in (name, role) else ()
     for field in (*tower, _phase_field(settings, request), "attention_backend"):

@@ -16,7 +16,9 @@ def both_phases(request: AttentionRequest) -> tuple[AttentionRequest, AttentionR
     """What a server asks in prefill and in decode that makes this request in one of them, or to verify drafts. Only
     such a step has a tree, and the mask it comes as."""
     mask = "none" if request.tree else request.mask
-    extend = dataclasses.replace(request, phase="extend", s_relation="fewer", tree=False, mask=mask)
+    # One query at the end sees all keys without a mask; several do not.
+    causal, few = request.causal if request.cross else "bottom_right", "fewer"
+    extend = dataclasses.replace(request, phase="extend", s_relation=few, causal=causal, tree=False, mask=mask)
     decode = dataclasses.replace(request, phase="decode", s_relation="one", tree=False, mask=mask)
     if request.phase == "decode":
         return extend, request

@@ -13,6 +13,7 @@ from polyattn.contract import (
     AtLeast,
     AutoRule,
     BackendInfo,
+    Fallback,
     Provider,
     Range,
     Requirement,
@@ -201,6 +202,9 @@ FLASHINFER_MHA = BackendInfo(
             "CUDA without a rule of its own, FlashInfer installed, no sinks: flashinfer",
             conditions(family="paged", sinks=(False,)),
         ),
+    ),
+    fallbacks=(
+        Fallback("flashinfer_mla", "FlashInfer's kernels of latent caches have this name", conditions(family="mla")),
     ),
     evidence="emulator",
     compiles=True,
