@@ -339,6 +339,22 @@ def test_a_name_known_elsewhere_says_where_and_who_can():
         chosen(offer("plain"), offer("aiter", platform="rocm"), choice=asked("aiter", "environment X"))
 
 
+def test_an_alias_known_elsewhere_or_in_another_family_says_so():
+    """An alias is a name too: messages about one look where messages about a backend's own name do."""
+    for name, said in (
+        ("acme3", r"acme3, asked for by argument, has no backend on cpu \(it is known on rocm\)\. .*call: plain"),
+        ("old", r"old, asked for by argument, is a name for calls of family mla only\. .*call: plain"),
+    ):
+        elsewhere = offer("acme", platform="rocm", aliases=(Alias("acme3"),))
+        with pytest.raises(BackendUnavailableError, match=said):
+            chosen(
+                offer("plain"),
+                elsewhere,
+                offer("new", aliases=(Alias("old", ("mla",)),), priority=None),
+                choice=asked(name),
+            )
+
+
 def test_an_unknown_name_offers_the_nearest_and_blames_broken_plugins():
     error = OSError("libacme.so.3")
     there = catalogue(

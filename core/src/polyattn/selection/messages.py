@@ -59,10 +59,14 @@ def by_nobody(
     return f"no backend can serve this call: {request.summary()}.{none_here} {hint}{lines}"
 
 
-def not_there(who: str, platform: str, where: Sequence[str], able: Sequence[str]) -> str:
-    """The message about a backend that another platform has: `where`; `able` would serve the request here."""
-    known = f" (it is known on {', '.join(where)})" if where else ""
-    return f"{who}, has no backend on {platform}{known}. Backends that can serve this call: {', '.join(able) or 'none'}"
+def not_there(who: str, platform: str, where: Sequence[str], families: Sequence[str], able: Sequence[str]) -> str:
+    """The message about a backend that is known on other platforms, `where`, or here as an alias in other `families`;
+    `able` would serve the request here."""
+    known = f" (it is known on {', '.join(where)})" if where and not families else ""
+    only = (
+        f"is a name for calls of family {' or '.join(families)} only" if families else f"has no backend on {platform}"
+    )
+    return f"{who}, {only}{known}. Backends that can serve this call: {', '.join(able) or 'none'}"
 
 
 def _nearest(rejected: Mapping[str, list[str]]) -> str:

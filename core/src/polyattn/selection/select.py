@@ -211,10 +211,13 @@ def _ruled(request: AttentionRequest, asked: Judge, policy: Policy) -> Selection
 
 
 def _not_here(asked: Judge, choice: Choice, name: str) -> BackendUnavailableError:
-    where = sorted({o.info.platform for o in asked.catalogue.offers if o.info.name == name})
+    infos, here = [o.info for o in asked.catalogue.offers], asked.request.platform
+    aliases = [(info, alias) for info in infos for alias in info.aliases if alias.name == name]
+    where = {info.platform for info in infos if info.name == name} | {info.platform for info, _ in aliases}
+    families = {family for info, alias in aliases if info.platform == here for family in alias.families}
     asked.ask_all()
     who = f"{choice.name}, asked for by {choice.source}"
-    return BackendUnavailableError(not_there(who, asked.request.platform, where, asked.others("")))
+    return BackendUnavailableError(not_there(who, here, sorted(where - {here}), sorted(families), asked.others("")))
 
 
 def _refusal(asked: Judge, choice: Choice, said: Judgement) -> Exception:
