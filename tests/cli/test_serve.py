@@ -279,3 +279,33 @@ def test_the_assumed_shape_is_a_layer() -> None:
     layers, dtype, note = serve_plan._layers("nobody/nothing")
     assert (layers[0].heads, layers[0].kv_heads, layers[0].head_dim, dtype) == (32, 8, 128, torch.bfloat16)
     assert "32" in note
+
+
+MLA = ("serve", "--dry-run", "--json", "--kv-cache-dtype", "fp8_e4m3", "--assume-platform", "cuda:sm100")
+LATENT_PAIR = (
+    *("--prefill-attention-backend", "trtllm_mla", "--decode-attention-backend", "tokenspeed_mla"),
+    *("--assume-installed", "flashinfer-python,nvidia-cutlass-dsl"),
+)
+
+
+def test_latent_rows_may_have_one_scale(run: Run, tmp_path: Path) -> None:
+    transformers.DeepseekV3Config().save_pretrained(tmp_path)
+    asked = (*MLA, *LATENT_PAIR, "--model-path", str(tmp_path))
+    done = run(*asked, "--kv-cache-scales", "tensor", "--page-size", "64")
+    assert done.code == 0, done.out
+    assert [entry["backend"] for entry in done.data["phases"]] == ["trtllm_mla", "tokenspeed_mla"]
+    for pages in ((), ("--page-size", "64")):
+        refused = run(*asked, *pages)
+        assert refused.code != 0
+        assert "kv_scales='block128' is not declared" in refused.data["error"]["message"], (
+            "not the size of a page that nobody asked for"
+        )
+    wrong = run(*asked, "--kv-cache-scales", "tensors")
+    assert "scales='tensors' is no granularity" in wrong.data["error"]["message"]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_another_machine_is_assumed_for_our_own_engine_only(run: Run, engine: str) -> None:
+    done = run("serve", "--model-path", "m", "--engine", engine, "--dry-run", "--assume-platform", "cuda:sm90")
+    assert done.code != 0
+    assert f"--engine {engine} makes its choices when it runs" in " ".join(done.err.split())

@@ -212,6 +212,16 @@ OPTIONS: tuple[Option, ...] = (
         usual="auto, that of the model",
         setting=True,
     ),
+    Option(
+        "kv_cache_scales",
+        str,
+        "Granularity of the scales of a quantised KV cache: tensor, head, token, block16, block128. For latent rows "
+        "tensor is one scale.",
+        "KIND",
+        CACHE,
+        _ENGINE,
+        usual="that of the dtype",
+    ),
     Option("disable_cuda_graph", bool, "Record no device graphs of decode and verify steps.", "", CACHE, _ENGINE),
     Option(
         "batch_invariant",

@@ -183,6 +183,11 @@ def serve_command(
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine!r}: allowed are {', '.join(ENGINES)}.{did_you_mean(engine, ENGINES)}")
     if engine != "polyattn":
+        if assume_platform or assume_installed:
+            raise ConfigError(
+                f"--assume-platform and --assume-installed are for plans of polyattn's own engine: --engine {engine} "
+                f"makes its choices when it runs. Leave them out, or ask `polyattn explain`"
+            )
         own = {
             "host": host, "port": port, "served_model_name": served_model_name, "trust_remote_code": trust_remote_code,
         }  # fmt: skip

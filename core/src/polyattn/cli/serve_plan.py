@@ -105,18 +105,21 @@ def fitting_pages(settings: Settings, choose: Callable[[int], T]) -> tuple[int, 
         choose: given tokens per page; raises where a phase has no backend.
 
     Raises:
-        UnsupportedRequestError, BackendUnavailableError: what `choose` raises for the first size.
+        UnsupportedRequestError, BackendUnavailableError: what `choose` raises for the size that fewest backends refuse.
     """
-    first, *others = (settings.page_size,) if settings.page_size else PAGE_SIZES
-    try:
-        return first, choose(first)
-    except (UnsupportedRequestError, BackendUnavailableError) as exc:
-        for size in others:
-            try:
-                return size, choose(size)
-            except (UnsupportedRequestError, BackendUnavailableError):
-                continue
-        raise exc
+    refusals: list[UnsupportedRequestError | BackendUnavailableError] = []
+    for size in (settings.page_size,) if settings.page_size else PAGE_SIZES:
+        try:
+            return size, choose(size)
+        except (UnsupportedRequestError, BackendUnavailableError) as exc:
+            refusals.append(exc)
+    raise min(refusals, key=_for_its_pages)
+
+
+def _for_its_pages(refusal: UnsupportedRequestError | BackendUnavailableError) -> int:
+    """How many reasons of a refusal are the page size."""
+    rejected = getattr(refusal, "rejected", {})
+    return sum("page_size=" in reason for reasons in rejected.values() for reason in reasons)
 
 
 def _layers(model: str) -> tuple[list[AttentionLayer], Any, str]:
@@ -168,7 +171,7 @@ def _phases(
     from ..serving.attention.phases import Asked, choose_phases
 
     asked = Asked(topk=_topk(given), batch_invariant=given["batch_invariant"])
-    cache = _cache(settings, page_size)
+    cache = _cache(settings, given, page_size)
     if platform is None and installed is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chosen = choose_phases(_requests(layer, cache, dtype, device, asked), asked)
@@ -273,10 +276,10 @@ def _topk(given: Mapping[str, Any]) -> int:
     return (given["speculative_eagle_topk"] or 1) if given["speculative_draft_model_path"] is not None else 0
 
 
-def _cache(settings: Settings, page_size: int) -> KVCacheConfig:
+def _cache(settings: Settings, given: Mapping[str, Any], page_size: int) -> KVCacheConfig:
     from ..serving.kv_cache.pool import KVCacheConfig
 
-    return KVCacheConfig(settings.kv_cache_dtype or "auto", page_size)
+    return KVCacheConfig(settings.kv_cache_dtype or "auto", page_size, scales=given["kv_cache_scales"] or "")
 
 
 def _requests(layer: AttentionLayer, cache: KVCacheConfig, dtype: Any, device: Any, asked: Asked) -> dict[Any, Any]:
@@ -302,7 +305,7 @@ def cache_for(runner: Any, settings: Settings, given: Mapping[str, Any]) -> KVCa
 
     def choose(size: int) -> None:
         for layer in attention_layers(runner.layers):
-            requests = _requests(layer, _cache(settings, size), runner.dtype, runner.device, asked)
+            requests = _requests(layer, _cache(settings, given, size), runner.dtype, runner.device, asked)
             choose_phases(requests, asked)
 
-    return _cache(settings, fitting_pages(settings, choose)[0])
+    return _cache(settings, given, fitting_pages(settings, choose)[0])

@@ -17,8 +17,8 @@ def both_phases(request: AttentionRequest) -> tuple[AttentionRequest, AttentionR
     such a step has a tree, and the mask it comes as."""
     mask = "none" if request.tree else request.mask
     # One query at the end sees all keys without a mask; several do not.
-    causal, few = request.causal if request.cross else "bottom_right", "fewer"
-    extend = dataclasses.replace(request, phase="extend", s_relation=few, causal=causal, tree=False, mask=mask)
+    causal = request.causal if request.cross else "bottom_right"
+    extend = dataclasses.replace(request, phase="extend", s_relation="fewer", causal=causal, tree=False, mask=mask)
     decode = dataclasses.replace(request, phase="decode", s_relation="one", tree=False, mask=mask)
     if request.phase == "decode":
         return extend, request

@@ -448,7 +448,7 @@ TOKENSPEED_MLA = BackendInfo(
     evidence="emulator",
     lossy="queries and attention weights in e4m3: relative error about 0.03",
     upstream=UPSTREAM,
-    note="decode and verification only, over an e4m3 cache with one scale: KVCacheConfig(scales='tensor')",
+    note="decode and verification only, over an e4m3 cache with one scale: --kv-cache-scales tensor",
 )
 
 BACKENDS = (
