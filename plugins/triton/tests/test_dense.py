@@ -18,7 +18,7 @@ from polyattn_triton import runtime
 from polyattn_triton.kernels import rules
 from polyattn_triton.kernels.arguments import constants_of, sizes_of, units_of
 from polyattn_triton.kernels.backward import Config as BackwardConfig
-from polyattn_triton.kernels.backward import backward, shares
+from polyattn_triton.kernels.backward import backward, narrow, shares
 from polyattn_triton.kernels.forward import Config, forward
 from polyattn_triton.kernels.tiles import Spec, parts
 
@@ -91,6 +91,14 @@ def test_few_programs_share_their_query_heads_and_rows(
     programs: int, group: int, steps: int, found: tuple[int, int]
 ) -> None:
     assert shares(programs, group, steps, 132) == found
+
+
+def test_few_tiles_of_queries_are_half_as_high() -> None:
+    config = BackwardConfig(128, 64, 8, 3, 64, 64, 4, 2, tma=True)
+    assert narrow(config, 132, 132) == config
+    assert narrow(config, 131, 132) == config._replace(m=64, warps=4)
+    small = config._replace(m=64, warps=4)
+    assert narrow(small, 1, 132) == small, "`wgmma` has 64 rows"
 
 
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD", "THD"])

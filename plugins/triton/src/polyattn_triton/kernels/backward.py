@@ -43,7 +43,7 @@ from polyattn_triton.kernels.rules import LOG2E, dot, logits
 from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, steps, tile_at
 from polyattn_triton.records.tuned import BACKWARD
 
-__all__ = ["Config", "backward", "shares"]
+__all__ = ["Config", "backward", "narrow", "shares"]
 
 _FEWEST = 8
 """Blocks of rows that a part of a head's has at least (`shares`): its keys are loaded for it, its sums stored."""
@@ -358,7 +358,7 @@ def _config(
     return chosen(BACKWARD, _key(dtype, dims), found, device, rooms, (loose, mask))
 
 
-def _narrow(config: Config, programs: int, processors: int) -> Config:
+def narrow(config: Config, programs: int, processors: int) -> Config:
     """The configuration with half the rows of dQ's tiles, where so many `programs` leave processors idle."""
     if programs >= processors or config.m < 128 or config.warps < 8:
         return config
@@ -432,7 +432,7 @@ def backward(
     config = asked = config or _config(query.device, query.dtype, (width, v_width), EPOCH.value, loose, mask_bytes)
     processors = runtime.processors(query.device)
     if given is None:
-        config = _narrow(config, -(-s_q // config.m) * batch * heads, processors)
+        config = narrow(config, -(-s_q // config.m) * batch * heads, processors)
     programs = -(-s_k // config.keys_n) * batch * heads_k
     each, cuts = shares(programs, sizes.group, -(-s_q // config.keys_m), processors)
     ways, axis = sizes.group // each * cuts, 2 if layout == "BSHD" else 1
