@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def measured(row: Row, said: Mapping[str, str], clock: Clock, tried: int, rounds
     first = {name: one.seconds for name, one in interleaved(timings, tried, settle=False).items()}
     near = [name for name in timings if first[name] <= _NEAR * min(first.values())]
     own = [one for one in going if one.selection is not None and one.name in first]
-    kept = set(near)
+    kept = {*near, OWN + "triton"}  # whose figures are told of every row
     costs = {name: max(time, host.get(name, 0.0)) for name, time in first.items()}
     chosen = {where: choices(asked, there, own, costs) for where, there in _machines().items()}
     kept |= {name for how in chosen.values() for name in how.values() if name in timings}
@@ -264,6 +264,22 @@ def over_libraries(row: Mapping[str, Any]) -> float | None:
     return min(others) / mine if mine and others else None
 
 
+def low_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Who is below `LOW` where: the row, whose figure it is, and the time that it is of, in microseconds."""
+    for row in rows:
+        one, us = f"{row['family'].removeprefix('random_')}: {row['row']}, {row['model']}", row["us"]
+        ratio, mine = over_libraries(row), OWN + "triton"
+        if ratio is not None and ratio < LOW:
+            first = row["first"].get(mine, us[mine])
+            yield [one, "our Triton kernels", f"triton {us[mine]:.0f} (first rounds: {first:.0f})", f"{ratio:.2f}"]
+        for where in INSTALLED:
+            ratio = speeds(row, where, "model") if row["choice"][where] else None
+            if ratio is not None and ratio < LOW:
+                name = row["choice"][where]["model"]
+                time = max(us[name], row.get("host", {}).get(name, 0.0))
+                yield [one, f"the cost model, {where}", f"{name.removeprefix(OWN)} {time:.0f}", f"{ratio:.2f}"]
+
+
 def figures(found: Sequence[float]) -> list[str]:
     if not found:
         return ["0", "", "", "", ""]
@@ -296,6 +312,8 @@ def markdown(result: dict[str, Any]) -> str:
     for name, some in families.items():
         found = [one for row in some if (one := over_libraries(row)) is not None]
         lines.append(f"| {name.removeprefix('random_')} | {' | '.join(figures(found))} |")
+    lines += ["", f"| row below {LOW} | of | us | times as fast |", "|---|---|---:|---:|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in low_rows(rows)]
     return "\n".join(lines)
 
 

@@ -1,13 +1,14 @@
 """What random shapes showed on a device, as a table of measurements that a plugin ships for the cost model.
 
-    python benchmarks/sample_table.py benchmarks/results/random-shapes.json \\
+    python benchmarks/sample_table.py benchmarks/results/random-shapes.json --stale random_packed random_extend \\
         --out plugins/cuda/src/polyattn_cuda/measurements/nvidia-h100.json
 
 Every row of `random_shapes.py` that was timed is one measurement, with its device, versions and date. Times that the
 first rounds and those that count do not agree on are left out: something else than the kernel was timed in one of them.
 Of several result files the last counts where they have the same row. The table is a sample (docs/tuning.md,
 "Measurements in a package"): it teaches the cost model and answers no request by itself, and its lengths are those that
-were drawn, not rounded. A run that has other times writes the table anew.
+were drawn, not rounded. A run that has other times writes the table anew. Families in which a backend has other kernels
+since are left out whole (`--stale`): without that backend's times their rows would say that the next is the fastest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,10 @@ def measurement(row: Mapping[str, Any]) -> Measurement:
     return dataclasses.replace(found, key=key, value=value, microseconds=times[best])
 
 
-def table(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rows of result files as a file of measurements."""
-    found = {(row["family"], row["row"]): measurement(row) for result in results for row in timed(result)}
+def table(results: Iterable[Mapping[str, Any]], stale: Collection[str] = ()) -> dict[str, Any]:
+    """The rows of result files as a file of measurements, without those of families that are `stale`."""
+    rows = (row for result in results for row in timed(result) if row["family"] not in stale)
+    found = {(row["family"], row["row"]): measurement(row) for row in rows}
     return {"format": FORMAT, "sample": True, "measurements": [one.plain() for one in found.values()]}
 
 
@@ -74,8 +76,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT", help="files of random_shapes.py --json")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the table")
+    parser.add_argument("--stale", nargs="+", default=[], metavar="FAMILY", help="rows to leave out")
     args = parser.parse_args(words)
-    made = table(json.loads(path.read_text(encoding="utf-8")) for path in args.results)
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+    families = {row["family"] for result in results for row in result["rows"] if "family" in row}
+    if unknown := set(args.stale) - families:
+        parser.error(f"--stale {' '.join(sorted(unknown))}: the families are {', '.join(sorted(families))}")
+    made = table(results, args.stale)
     if not made["measurements"]:
         parser.error(f"{', '.join(map(str, args.results))}: no row was timed; run benchmarks/random_shapes.py again")
     args.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

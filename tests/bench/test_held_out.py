@@ -19,6 +19,8 @@ from polyattn.tuning.rows import canonical, row_of
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "random-shapes.json").read_text(encoding="utf-8"))
 TABLE = ROOT / "plugins" / "cuda" / "src" / "polyattn_cuda" / "measurements" / "nvidia-h100.json"
+STALE = ("random_packed", "random_extend")
+"""Families of RESULT that `triton` has other kernels for since (docs/tuning.md)."""
 ALL, FEW = "everything here", "Triton and PyTorch"
 
 
@@ -35,7 +37,7 @@ def first(kind: str) -> dict[str, Any]:
 
 
 def test_the_shipped_table_is_of_the_result_file(benchmark: Callable[[str], ModuleType]) -> None:
-    made = benchmark("sample_table").table([RESULT])
+    made = benchmark("sample_table").table([RESULT], STALE)
     assert json.loads(TABLE.read_text(encoding="utf-8")) == made, "python benchmarks/sample_table.py writes it"
     assert {row.place.device for row in shipped_samples()} == {RESULT["machine"]}
     assert not {row.place.device for row in shipped_rows()} & {RESULT["machine"]}, "a sample answers no request"
@@ -80,6 +82,21 @@ def test_of_two_runs_the_later_counts(benchmark: Callable[[str], ModuleType], tm
     benchmark("sample_table").main([str(tmp_path / "a.json"), str(tmp_path / "b.json"), f"--out={out}"])
     (one,) = json.loads(out.read_text(encoding="utf-8"))["measurements"]
     assert one["date"].startswith("2027")
+
+
+def test_families_with_other_kernels_are_left_out_whole(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = benchmark("sample_table")
+    whole, left = (module.table([RESULT], stale)["measurements"] for stale in ((), STALE))
+    gone = [one for one in whole if one not in left]
+    assert {one["key"]["request"].get("phase", one["key"]["request"]["family"]) for one in gone} == {"varlen", "extend"}
+    assert len(gone) == sum(row["family"] in STALE and bool(row.get("measurement")) for row in RESULT["rows"])
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(RESULT), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        module.main([str(file), f"--out={tmp_path / 'out.json'}", "--stale", "random_packed", "packed"])
+    assert "--stale packed: the families are random_decode, " in capsys.readouterr().err
 
 
 def test_the_model_has_not_seen_what_is_held_out(benchmark: Callable[[str], ModuleType]) -> None:

@@ -60,13 +60,30 @@ def test_the_tables_count_who_is_low(random_shapes: ModuleType) -> None:
     times = {"polyattn/triton": 10.0, "polyattn/torch_sdpa": 12.5, "fa3": 7.0}
     choice = {"rules": "polyattn/torch_sdpa", "model": "polyattn/triton", "tuned": "polyattn/triton"}
     result = {"date": "2026-01-02", "machine": "a device", "versions": {"torch": "2"}}
-    rows = [row(times, choice), row(times, choice, kind="training", family="random_training"), {"note": "not checked"}]
+    more = {"row": "a", "model": "seed 1", "first": {}}
+    training = row(times, choice, kind="training", family="random_training", **more)
+    rows = [row(times, choice, **more), training, {"note": "not checked"}]
     said = random_shapes.markdown({**result, "rows": rows})
     assert "of 3 rows 2 were checked in time" in said
     assert f"| {ALL} | `--rules seed` | 2 | 0.800 | 0.80 | 2 | 0 |" in said
     assert f"| {FEW} | tuned | 2 | 1.000 | 1.00 | 0 | 0 |" in said
     assert "| all but training | 1 | 0.700 | 0.70 | 1 | 1 |" in said
     assert "| training | 1 | 0.700 | 0.70 | 1 | 1 |" in said
+
+
+def test_who_is_low_is_named_with_both_measurements(random_shapes: ModuleType) -> None:
+    """A time that the first rounds do not agree with is seen as such where nothing but the summary is left."""
+    times = {"polyattn/triton": 500.0, "polyattn/torch_sdpa": 25.0, "fa3": 20.0}
+    chosen = {"rules": "polyattn/torch_sdpa", "model": "polyattn/triton", "tuned": "polyattn/torch_sdpa"}
+    more = {"row": "a", "model": "seed 1", "first": {"polyattn/triton": 30.0}, "host": {"polyattn/triton": 90.0}}
+    low = list(random_shapes.low_rows([row(times, chosen, **more)]))
+    assert low == [
+        ["short: a, seed 1", "our Triton kernels", "triton 500 (first rounds: 30)", "0.04"],
+        ["short: a, seed 1", f"the cost model, {ALL}", "triton 500", "0.05"],
+        ["short: a, seed 1", f"the cost model, {FEW}", "triton 500", "0.05"],
+    ]
+    fast = row({**times, "polyattn/triton": 20.0}, {**chosen, "model": "polyattn/triton"}, **{**more, "host": {}})
+    assert list(random_shapes.low_rows([fast])) == []
 
 
 def test_a_sheet_is_checked_timed_and_written_down(tmp_path: Path) -> None:

@@ -128,6 +128,24 @@ def test_who_takes_as_long_for_little_as_for_much_is_no_measure_of_others():
     assert one.times["fa"] == pytest.approx(0.8 * one.times["triton"])
 
 
+def test_who_has_no_time_of_a_host_is_not_taken_for_one_without_a_host():
+    """A sample without times of hosts has a backend that no other row of the group has."""
+    packed = AttentionRequest(family="varlen", layout="THD", heads=16, kv_heads=16, platform="cuda", arch="sm90")
+    rows = []
+    for batch in (1, 2, 3, 4, 5):
+        times = {"triton": 10.0 * batch, "fa": 9.0 * batch}
+        host = {"triton": 70.0, "fa": 30.0}
+        rows.append(backend_row(H200, packed, (batch, 512, 512), times, "a test", host=host))
+        rows.append(backend_row(H100, packed, (batch, 500, 500), {**times, "cudnn": 5.0 * batch}, "a test"))
+    made = Model.of(rows, shipped_rates(), H100.device, "sm90")
+    one = made.at(packed, request_key(packed), (2, 512, 512))
+    assert one.host == {"triton": 70.0, "fa": 30.0, "cudnn": 50.0}
+    assert next(iter(one.costs(recorded=False))) == "fa"
+    assert next(iter(one.costs(recorded=True))) == "cudnn"
+    bare = Model.of([row for row in rows if "host" not in row.value], shipped_rates(), H100.device, "sm90")
+    assert bare.at(packed, request_key(packed), (2, 512, 512)).host == {}, "nobody's is known"
+
+
 def test_other_architectures_are_not_predicted():
     assert Model.of(shipped_rows(), shipped_rates(), "NVIDIA B200", "sm100") is None
     assert Model.of(shipped_rows(), {}, H200.device, "sm90") is None

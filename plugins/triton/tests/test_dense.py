@@ -14,10 +14,11 @@ import polyattn
 from polyattn.semantics import reference
 from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import check as gate
+from polyattn_triton import runtime
 from polyattn_triton.kernels import rules
 from polyattn_triton.kernels.arguments import constants_of, sizes_of, units_of
 from polyattn_triton.kernels.backward import Config as BackwardConfig
-from polyattn_triton.kernels.backward import backward
+from polyattn_triton.kernels.backward import backward, narrow, shares
 from polyattn_triton.kernels.forward import Config, forward
 from polyattn_triton.kernels.tiles import Spec, parts
 
@@ -72,6 +73,67 @@ def test_backward_of_small_tiles_is_the_same_twice_and_agrees() -> None:
     for gradient, repeated, right in zip(found, again, wanted, strict=True):
         assert torch.equal(gradient, repeated)
         torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("programs", "group", "steps", "found"),
+    [
+        (132, 12, 13, (12, 1)),  # as many as there are processors: no part is stored
+        (75, 3, 49, (1, 1)),
+        (16, 5, 15, (1, 1)),
+        (50, 12, 40, (4, 1)),  # no fewer heads than fill the device
+        (67, 1, 67, (1, 4)),
+        (67, 1, 20, (1, 2)),
+        (3, 1, 7, (1, 1)),  # short ones are not cut
+    ],
+)
+def test_few_programs_share_their_query_heads_and_rows(
+    programs: int, group: int, steps: int, found: tuple[int, int]
+) -> None:
+    assert shares(programs, group, steps, 132) == found
+
+
+def test_few_tiles_of_queries_are_half_as_high() -> None:
+    config = BackwardConfig(128, 64, 8, 3, 64, 64, 4, 2, tma=True)
+    assert narrow(config, 132, 132) == config
+    assert narrow(config, 131, 132) == config._replace(m=64, warps=4)
+    small = config._replace(m=64, warps=4)
+    assert narrow(small, 1, 132) == small, "`wgmma` has 64 rows"
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD", "THD"])
+@pytest.mark.parametrize(
+    ("S_q", "S_k", "heads", "ways"),
+    [(37, 45, (6, 1), (2, 1)), (300, 33, (1, 1), (1, 2)), (290, 20, (2, 1), (1, 2))],
+)
+def test_parts_of_the_gradients_of_keys_add_up(
+    layout: str, S_q: int, S_k: int, heads: tuple[int, int], ways: tuple[int, int]
+) -> None:
+    """Of query heads that share keys, and of a head's rows: where a program for each tile of keys is too few."""
+    (H, H_k), config = heads, BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1)
+    assert shares(-(-S_k // 16) * H_k, H // H_k, -(-S_q // 16), runtime.processors(torch.device("cpu"))) == ways
+    make = torch.Generator().manual_seed(S_q)
+    shapes = ((1, S_q, H, D), (1, S_k, H_k, D), (1, S_k, H_k, 40))
+    q, k, v = (torch.randn(shape, generator=make).requires_grad_() for shape in shapes)
+    out, lse = reference.attention(q, k, v, causal="bottom_right", return_lse=True)
+    dout = torch.randn(out.shape, generator=make)
+    wanted = torch.autograd.grad(out, (q, k, v), dout)
+    tensors = [t.detach() for t in (dout, q, k, v, out, lse)]
+    lengths: dict[str, Any] = {}
+    if layout == "BHSD":
+        tensors = [t.transpose(1, 2).contiguous() for t in tensors]
+    elif layout == "THD":
+        tensors = [t[0] for t in tensors]
+        cu_q, cu_k = (torch.tensor([0, length], dtype=torch.int32) for length in (S_q, S_k))
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": S_q, "max_seqlen_k": S_k}
+    found, again = (
+        backward(*tensors, spec=Spec(scale=D**-0.5, right=0), layout=layout, config=config, **lengths) for _ in range(2)
+    )
+    for gradient, repeated, right in zip(found, again, wanted, strict=True):
+        assert torch.equal(gradient, repeated)
+        if layout == "BHSD":
+            gradient = gradient.transpose(1, 2)
+        torch.testing.assert_close(gradient.reshape(right.shape), right, rtol=1e-4, atol=1e-5)
 
 
 def test_what_lies_between_and_beyond_sequences_is_not_read() -> None:

@@ -171,6 +171,38 @@ def test_a_request_has_the_same_bits_in_any_batch() -> None:
         assert torch.equal(found[1], lse[start : start + s_q])
 
 
+def test_a_request_has_the_same_bits_beside_many_rows() -> None:
+    """Pieces are put together in one way: sums in another order are other bits."""
+    batch = Call(((1, 300),) * 6, heads=64)
+    launch = batch.launch(batch_invariant=True)
+    assert launch.cuts > 1
+    out, lse = batch.run(launch)
+    for n in (0, 5):
+        alone = Call(batch.lengths[:1], heads=64)
+        alone.cache, alone.query, alone.page_table = batch.cache, batch.query[n : n + 1], batch.page_table[n : n + 1]
+        found = alone.run(alone.launch(batch_invariant=True))
+        assert torch.equal(found[0], out[n : n + 1])
+        assert torch.equal(found[1], lse[n : n + 1])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "most", "parts", "blocks", "wide"),
+    [
+        (1, 128, 66, 256, True),  # a long cache of 128 heads
+        (2, 128, 66, 53, True),
+        (16, 128, 66, 16, False),  # as much work, in few pieces of many rows
+        (5, 128, 66, 3, False),
+        (13, 32, 132, 3, False),
+        (3, 16, 132, 48, True),
+    ],
+)
+def test_rows_with_many_pieces_are_put_together_by_small_programs(
+    sequences: int, most: int, parts: int, blocks: int, wide: bool
+) -> None:
+    launch = latent.Launch(latent.Config(64, 64, 8, 2), tiles=2, parts=parts, blocks=blocks)
+    assert latent.merging(launch, sequences, most)[3] == (32 if wide else 2)
+
+
 class Step(NamedTuple):
     """What a session reads of a step."""
 

@@ -107,8 +107,8 @@ class _Point(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Measurements that say something of each other. host: microseconds until a call returns, by backend. devices: that
-    they are of, in words."""
+    """Measurements that say something of each other. host: microseconds until a call returns, of all backends or, where
+    nobody's was timed, of none. devices: that they are of, in words."""
 
     points: Sequence[_Point]
     host: Mapping[str, float]
@@ -251,6 +251,10 @@ def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
             )
         )
     host = {name: statistics.median(some) for name, some in hosts.items()}
+    if host:
+        # Who was measured only where no host was timed is not taken for one that costs none: it has the others' median.
+        usually = statistics.median(host.values())
+        host |= {name: usually for name in losses if name not in host}
     return _Group(found, host, " and ".join(dict.fromkeys(point.device for point in found)))
 
 

@@ -1,6 +1,7 @@
 """Backward of dense and packed attention.
 
-One kernel gives dQ, with a program for each tile of queries, and one dK and dV, with a program for each tile of keys.
+One kernel gives dQ, with a program for each tile of queries, and one dK and dV, with a program for each tile of keys,
+or several where those are too few (`shares`), whose sums are added up after it.
 Both compute the weights again from the LSE, so that no program adds to another's result: 7 matrix products, and the
 same bits on every run. (One launch with 5 products, where dQ is added up by atomics, was slower: docs/kernels.md.)
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polyattn.contract import Key
-from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -42,8 +43,10 @@ from polyattn_triton.kernels.rules import LOG2E, dot, logits
 from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, steps, tile_at
 from polyattn_triton.records.tuned import BACKWARD
 
-__all__ = ["Config", "backward"]
+__all__ = ["Config", "backward", "narrow", "shares"]
 
+_FEWEST = 8
+"""Blocks of rows that a part of a head's has at least (`shares`): its keys are loaded for it, its sums stored."""
 ROWS = tl.constexpr(128)
 """No tile of queries has more rows."""
 
@@ -175,9 +178,13 @@ def _keys(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
     GROUP: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, UNIT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    EACH: tl.constexpr, CUTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, summed over the query heads that share it. Scores are [keys, queries] here."""
+    """dK and dV of a tile of keys, summed over the query heads that share it. Scores are [keys, queries] here.
+
+    A program sums over EACH of those heads, and over one of CUTS parts of their rows: `head` numbers such sums, in
+    `dkey` and `dvalue` too.
+    """
     sqz, sqm, sqh = steps(sqz, sqm, sqh, UNIT)
     skz, skm, skh = steps(skz, skm, skh, UNIT)
     svz, svm, svh = steps(svz, svm, svh, UNIT)
@@ -207,10 +214,15 @@ def _keys(
             whole_to = tl.minimum(whole_to, (n // chunk + 1) * chunk - shift)
         row_from = row_from // M * M
 
+        if CUTS > 1:
+            part = ((row_to - row_from + M - 1) // M + CUTS - 1) // CUTS * M
+            row_from += head % CUTS * part
+            row_to = tl.minimum(row_to, row_from + part)
+        first_head = head // CUTS * EACH
+
         z64 = z.to(tl.int64)
-        k64 = head.to(tl.int64)
-        k_at = head_at(key, z, first_k, head, skz, skm, skh)
-        v_at = head_at(value, z, first_k, head, svz, svm, svh)
+        k_at = head_at(key, z, first_k, first_head // GROUP, skz, skm, skh)
+        v_at = head_at(value, z, first_k, first_head // GROUP, svz, svm, svh)
         k1 = rows_of(k_at, n, skm, s_k, N, 0, D1, D)
         v1 = rows_of(v_at, n, svm, s_k, N, 0, E1, E)
         dk1 = tl.zeros((N, D1), tl.float32)
@@ -221,8 +233,8 @@ def _keys(
         if E2:
             v2 = rows_of(v_at, n, svm, s_k, N, E1, E2, E)
             dv2 = tl.zeros((N, E2), tl.float32)
-        for g in range(GROUP):
-            h64 = k64 * GROUP + g
+        for g in range(EACH):
+            h64 = first_head.to(tl.int64) + g
             q_at = query
             d_at = dout
             if not TMA:
@@ -231,10 +243,10 @@ def _keys(
             at = statistics + h64 * padded + _place(cu_q, z, first_q, s_q)
             for m in tl.range(row_from, row_to, M, num_stages=STAGES):
                 i = m + tl.arange(0, M)
-                q = block(q_at, z, head * GROUP + g, m, sqm, s_q, M, 0, D1, D, TMA)
+                q = block(q_at, z, first_head + g, m, sqm, s_q, M, 0, D1, D, TMA)
                 found = dot(k1, q.T)
                 if D2:
-                    qq = block(q_at, z, head * GROUP + g, m, sqm, s_q, M, D1, D2, D, TMA)
+                    qq = block(q_at, z, first_head + g, m, sqm, s_q, M, D1, D2, D, TMA)
                     found = dot(k2, qq.T, found)
                 if not FOLD:
                     found = logits(found, scale, softcap, SOFTCAP, q.dtype)
@@ -249,12 +261,12 @@ def _keys(
                     found, (i + shift)[None, :], j[:, None], mask, smn, s_k, left, right, chunk, partly,
                     LEFT, RIGHT, CHUNK, MASK,
                 )  # fmt: skip
-                d = block(d_at, z, head * GROUP + g, m, sdm, s_q, M, 0, E1, E, TMA)
+                d = block(d_at, z, first_head + g, m, sdm, s_q, M, 0, E1, E, TMA)
                 dp = dot(v1, d.T)
                 if E2:
-                    dd = block(d_at, z, head * GROUP + g, m, sdm, s_q, M, E1, E2, E, TMA)
+                    dd = block(d_at, z, first_head + g, m, sdm, s_q, M, E1, E2, E, TMA)
                     dp = dot(v2, dd.T, dp)
-                sums = tl.load(at + heads.to(tl.int64) * GROUP * padded + i)[None, :]
+                sums = tl.load(at + (heads // CUTS * EACH).to(tl.int64) * padded + i)[None, :]
                 weights, change = _gradient(found, capped, dp, top, sums, scale if FOLD else 1.0, softcap, SOFTCAP)
                 weights = cast(weights, d.dtype)
                 change = cast(change, q.dtype)
@@ -267,12 +279,12 @@ def _keys(
 
         row = first_k.to(tl.int64) + j
         gz, gm, gh = steps(sgz, sgm, sgh, UNIT)
-        at = z64 * gz + row * gm + k64 * gh
+        at = z64 * gz + row * gm + head.to(tl.int64) * gh
         put(dkey, at, valid, cast(dk1 * factor, dkey.dtype.element_ty), 0, D1, D)
         if D2:
             put(dkey, at, valid, cast(dk2 * factor, dkey.dtype.element_ty), D1, D2, D)
         wz, wm, wh = steps(swz, swm, swh, UNIT)
-        at = z64 * wz + row * wm + k64 * wh
+        at = z64 * wz + row * wm + head.to(tl.int64) * wh
         put(dvalue, at, valid, cast(dv1, dvalue.dtype.element_ty), 0, E1, E)
         if E2:
             put(dvalue, at, valid, cast(dv2, dvalue.dtype.element_ty), E1, E2, E)
@@ -299,6 +311,8 @@ class Config(NamedTuple):
 # As in forward.py.
 _CONFIGS = {
     ("hopper", 2, 64): Config(128, 64, 8, 2, 64, 128, 8, 2, tma=True),
+    # Of head dims in two parts 64 keys in four warps lack registers: so says the compiler, no GPU has compared them.
+    ("hopper", 2, 96): Config(128, 64, 8, 3, 64, 128, 8, 2, tma=True),
     ("hopper", 2, 128): Config(128, 64, 8, 3, 64, 64, 4, 2, tma=True),
     ("hopper", 2, 256): Config(128, 32, 8, 2, 32, 64, 8, 2, tma=True),
     ("", 2, 64): Config(128, 64, 8, 2, 64, 128, 8, 2),
@@ -344,6 +358,36 @@ def _config(
     return chosen(BACKWARD, _key(dtype, dims), found, device, rooms, (loose, mask))
 
 
+def narrow(config: Config, programs: int, processors: int) -> Config:
+    """The configuration with half the rows of dQ's tiles, where so many `programs` leave processors idle."""
+    if programs >= processors or config.m < 128 or config.warps < 8:
+        return config
+    return config._replace(m=config.m // 2, warps=config.warps // 2)
+
+
+def shares(programs: int, group: int, steps: int, processors: int) -> tuple[int, int]:
+    """(query heads that a program of dK and dV sums over, parts of their rows): all of them and one, unless `programs`
+    would leave processors idle. Then there are fewer heads in each, and of few programs with one head, several parts.
+
+    Args:
+        programs: tiles of keys of all key heads. group: query heads of a key head. steps: blocks of a head's rows.
+    """
+    if programs >= processors:
+        return group, 1
+    fewer = [each for each in range(group, 0, -1) if not group % each and programs * group // each >= processors]
+    if fewer:
+        return fewer[0], 1
+    parts = max(min(-(-2 * processors // max(programs * group, 1)), steps // _FEWEST), 1)
+    return 1, 1 << (parts.bit_length() - 1)  # few numbers, for each of which the kernel is compiled
+
+
+def _partial(grad: Tensor, axis: int, ways: int) -> Tensor:
+    """Memory for so many parts of a gradient, side by side on the axis of its heads."""
+    shape = list(grad.shape)
+    shape[axis] *= ways
+    return grad.new_empty(shape, dtype=torch.float32)
+
+
 def backward(
     dout: Tensor,
     query: Tensor,
@@ -381,11 +425,19 @@ def backward(
     padded = (query.shape[0] // most + 1 + batch if layout == "THD" else -(-s_q // most) * batch) * most
     statistics = torch.empty((2, heads, padded), dtype=torch.float32, device=query.device)
     unit, loose, strides = units_of(query, key, value, dout, out, dquery, dkey, dvalue, layout=layout)
-    q_s, k_s, v_s, d_s, o_s, dq_s, dk_s, dv_s = (strides[i : i + 3] for i in range(0, 24, 3))
+    q_s, k_s, v_s, d_s, o_s, dq_s = (strides[i : i + 3] for i in range(0, 18, 3))
     lse_s = strides_of(lse.unsqueeze(-1), layout)
     kind, mask, mask_strides = mask_arguments(attn_mask)
     mask_bytes, given = 0 if mask is None else mask.itemsize, config
-    config = config or _config(query.device, query.dtype, (width, v_width), EPOCH.value, loose, mask_bytes)
+    config = asked = config or _config(query.device, query.dtype, (width, v_width), EPOCH.value, loose, mask_bytes)
+    processors = runtime.processors(query.device)
+    if given is None:
+        config = narrow(config, -(-s_q // config.m) * batch * heads, processors)
+    programs = -(-s_k // config.keys_n) * batch * heads_k
+    each, cuts = shares(programs, sizes.group, -(-s_q // config.keys_m), processors)
+    ways, axis = sizes.group // each * cuts, 2 if layout == "BSHD" else 1
+    dk, dv = (_partial(grad, axis, ways) if ways > 1 else grad for grad in (dkey, dvalue))
+    dk_s, dv_s = ([stride // unit for stride in strides_of(grad, layout)] for grad in (dk, dv))
     constants = constants_of(spec, sizes, kind, unit, loose)
     numbers = (*numbers_of(spec, sizes), spec.scale)
     tma = config.tma and layout != "THD" and not (constants["D2"] or constants["E2"]) and min(s_q, s_k) >= most
@@ -408,19 +460,22 @@ def backward(
             )  # fmt: skip
         room = 1
         if tiles := -(-s_k // config.keys_n):
-            together = near(sizes.group * s_q, sizes, key.itemsize)
-            _keys[(tiles * batch * heads_k,)](
-                q, key, value, d, statistics, dkey, dvalue, mask, cu_seqlens_q, cu_seqlens_k,
+            together = near(each * s_q, sizes, key.itemsize)
+            _keys[(programs * ways,)](
+                q, key, value, d, statistics, dk, dv, mask, cu_seqlens_q, cu_seqlens_k,
                 *q_s, *k_s, *v_s, *d_s, *dk_s, *dv_s, *mask_strides,
-                padded, tiles, batch * heads_k, together, heads_k, *numbers, **constants, M=config.keys_m,
-                N=config.keys_n, TMA=tma, STAGES=config.keys_stages, num_warps=config.keys_warps,
-                num_stages=config.keys_stages,
+                padded, tiles, batch * heads_k * ways, together, heads_k * ways, *numbers, **constants, EACH=each,
+                CUTS=cuts, M=config.keys_m, N=config.keys_n, TMA=tma, STAGES=config.keys_stages,
+                num_warps=config.keys_warps, num_stages=config.keys_stages,
             )  # fmt: skip
     except TOO_LARGE as error:
-        asked = _key(query.dtype, (width, v_width)), (loose, mask_bytes), query.device
-        refuse(BACKWARD, *asked, config, error, room, last=given is not None)
+        of = _key(query.dtype, (width, v_width)), (loose, mask_bytes), query.device
+        refuse(BACKWARD, *of, asked, error, room, last=given is not None)
         return backward(
             dout, query, key, value, out, lse, spec=spec, layout=layout, attn_mask=attn_mask,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
+    if ways > 1:
+        for grad, partial in ((dkey, dk), (dvalue, dv)):
+            grad.copy_(partial.unflatten(axis, (heads_k, ways)).sum(axis + 1))
     return dquery, dkey, dvalue

@@ -51,12 +51,14 @@ from polyattn_triton.kernels.rules import (  # isort: skip
     share,
 )
 
-__all__ = ["Config", "Launch", "attend", "launch_for", "most", "plan", "stored_as"]
+__all__ = ["Config", "Launch", "attend", "launch_for", "merging", "most", "plan", "stored_as"]
 
 LANES = tl.constexpr(128)
 """Sequences that a program looks at together, to find its own."""
 CUTS = 16
 """Most pieces of a sequence where they depend on itself alone."""
+_WIDE = 64
+"""Rows for each piece, up to which `_merge` has small programs."""
 CUT_TOKENS = tl.constexpr(8)
 """Queries of a sequence that is cut at all in that way."""
 GROUP = tl.constexpr(128)
@@ -562,12 +564,14 @@ class Launch:
     Attributes:
         tiles: the most that a sequence has, and of which there are pieces.
         parts: shares of the key blocks; 0 = not `streamed`. cuts: the most pieces of a sequence, 1 = it is not cut.
+        blocks: of keys that a sequence may have, where there are parts.
     """
 
     config: Config
     tiles: int
     parts: int = 0
     cuts: int = 1
+    blocks: int = 0
 
     @property
     def cut(self) -> bool:
@@ -608,7 +612,7 @@ def launch_for(
     # Enough tiles keep all processors busy by themselves; what is in one block cannot be cut.
     if parts < 2 or sequences >= 4 * parts or max_seqlen_k <= config.keys * config.least:
         return Launch(config, tiles)
-    return Launch(config, tiles, parts=parts)
+    return Launch(config, tiles, parts=parts, blocks=triton.cdiv(max_seqlen_k, config.keys))
 
 
 def _places(device: torch.device, config: Config) -> int:
@@ -699,18 +703,30 @@ def attend(
                 launch = dataclasses.replace(launch, config=less)
     if launch.cut:
         most = launch.tiles * config.rows if launch.parts else min(T, CUT_TOKENS.value) * heads
-        wide = sequences * most <= 2048
-        # Few rows have many pieces each: small programs, with the loads of all pieces on their way.
-        some, width, warps = (64, 512, 4) if runtime.INTERPRETED else (1, 64, 2) if wide else (8, 256, 4)
+        some, width, warps, together = merging(launch, sequences, most)
         width = min(width, _power(d_c))
         cuts = None if shares is None else shares[3 * (launch.parts + 1) :]
         with runtime.device_of(query):
             _merge[triton.cdiv(most, some), sequences, triton.cdiv(d_c, width)](
                 seq_lens, cu_seqlens_q, out, lse, *pieces, cuts, out.stride(0), out.stride(1),
                 sequences, launch.tiles, *limits,
-                HEADS=heads, D_C=d_c, M=config.rows, N=config.keys, ROWS=some, TOGETHER=32 if wide else 2, WIDTH=width,
+                HEADS=heads, D_C=d_c, M=config.rows, N=config.keys, ROWS=some, TOGETHER=together, WIDTH=width,
                 **which, **_cutting(launch), num_warps=warps,
             )  # fmt: skip
+
+
+def merging(launch: Launch, sequences: int, most: int) -> tuple[int, int, int, int]:
+    """(rows and columns of a program of `_merge`, its warps, pieces at a time), for `most` rows of each sequence."""
+    if not launch.parts:
+        # One for all batches, and all pieces at once: sums in another order are other bits.
+        return (64, 512, 4, CUTS) if runtime.INTERPRETED else (1, 256, 4, CUTS)
+    # Shares that a sequence has some of, if all are as long, and its blocks.
+    pieces = min(launch.parts // sequences + 2, launch.blocks)
+    # Rows of many pieces each: small programs, with the loads of all pieces on their way. A chip has room for a dozen a
+    # processor; of many rows with few pieces they would come in waves that take longer than the products.
+    wide = sequences * most <= _WIDE * pieces
+    some, width, warps = (64, 512, 4) if runtime.INTERPRETED else (1, 64, 2) if wide else (8, 256, 4)
+    return some, width, warps, 32 if wide else 2
 
 
 def _cutting(launch: Launch) -> dict[str, int]:
