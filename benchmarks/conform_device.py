@@ -380,6 +380,12 @@ def table(reports: dict[str, Report]) -> str:
     return "\n".join(lines)
 
 
+def failures(reports: dict[str, Report]) -> list[str]:
+    """A line for each finding of each backend, none left out: what was wrong is known without the result's file."""
+    found = [(name, case, said) for name, report in reports.items() for case, said in report.findings.items()]
+    return [f"FAILED {name} {case}: {' | '.join(said)}" for name, case, said in found]
+
+
 def record_all(result: Path) -> int:
     """Write the evidence of every backend of a result."""
     for report in map(Report.from_dict, json.loads(result.read_text())["backends"].values()):
@@ -409,6 +415,7 @@ def main(arguments: list[str] | None = None) -> int:
     said = "ok" if ok else "NOT COMPLETE" if left and not found else "FAILED"
     more = f", {left} cases were not run: --resume runs them" if left else ""
     print(f"{said} in {time.perf_counter() - began:.0f} s, {given.workers} processes at once{more}")
+    print(*failures(reports), sep="\n", end="\n" if found else "")
     return 0 if ok else 1
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import polyattn
 from polyattn.semantics.delta_rule import chunked_delta_rule
 from polyattn.semantics.reference import gated_delta_rule
+from polyattn_triton.kernels import delta_chunks
 from polyattn_triton.kernels.delta_chunks import Cut, chunk_of, prepare, through
 from polyattn_triton.kernels.delta_gradients import gradients
 
@@ -234,3 +235,22 @@ def test_no_tokens_keep_the_state() -> None:
     out, last = polyattn.linear_attention(**inputs("gdn", 0), state=first, backend="triton")
     assert out.shape == (B, 0, H_V, D_V)
     assert torch.equal(last, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_that_go_by_way_of_registers_are_multiplied_without_descriptors(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper alone; what compilers make of it, `test_launched_offline` sees."""
+    rows, cut = torch.zeros(2, 80, 2, 64, dtype=dtype), Cut(64, 4, 2)
+    loose = torch.zeros(rows.numel() + 1, dtype=dtype)[1:].view(rows.shape)
+    assert delta_chunks.narrowed(cut, rows, loose, D_V=24) == cut
+    monkeypatch.setattr(delta_chunks, "architecture", lambda device: "hopper")
+    assert delta_chunks.narrowed(cut, rows, rows, D_V=24) == cut
+    assert delta_chunks.narrowed(cut, rows.float(), loose.float(), D_V=24) == cut, "no tensor core takes float32"
+    assert delta_chunks.narrowed(cut, rows, loose, D_V=24) == Cut(32, 2, 2)
+    assert delta_chunks.narrowed(cut, loose, rows).warps == 2
+    assert delta_chunks.narrowed(cut, rows, rows, D_V=511).warps == 2
+    assert delta_chunks.narrowed(cut, rows, rows, D_V=24, held=True).warps == 2
+    assert delta_chunks.narrowed(cut, rows[..., :48], rows).warps == 4
+    assert delta_chunks.narrowed(cut, rows[..., :43], rows).warps == 2

@@ -291,6 +291,28 @@ def test_a_result_names_each_device_that_it_is_of(script: ModuleType) -> None:
     assert again.report().device == "H and H 80GB"
 
 
+def test_what_is_printed_ends_with_every_failed_case(
+    script: ModuleType,
+    processes: Callable[..., Processes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """More of them than a report shows, without a file: a run on a lent machine leaves no more than its output."""
+    requests = [dataclasses.replace(CASES[0].request, head_dim=8 * number) for number in range(1, 31)]
+    many = [dataclasses.replace(CASES[0], request=request) for request in requests]
+    monkeypatch.setattr(sys.modules[__name__], "CASES", many)
+    monkeypatch.setattr(sys.modules[__name__], "IDS", [case.id for case in many])
+    wrong = tuple(range(2, 30))
+    processes({1: "die"}, wrong=wrong)
+    monkeypatch.setattr(script, "jobs", lambda given: [script.Job("b", many, True, deque(range(30)))])
+    assert script.main(["--workers", "1", "--backends", "b"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    (verdict,) = [line for line in said if line.startswith("FAILED in ")]
+    last = said[said.index(verdict) + 1 :]
+    died = f"FAILED b {many[1].id}: process: the process died with exit code -11: Segmentation fault"
+    assert sorted(last) == sorted([died, *(f"FAILED b {many[at].id}: out: wrong" for at in wrong)])
+
+
 def test_to_resume_needs_a_result(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script.parse(["--resume"])

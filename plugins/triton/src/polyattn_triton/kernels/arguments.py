@@ -22,6 +22,7 @@ __all__ = [
     "covers",
     "describable",
     "descriptor",
+    "known_aligned",
     "mask_arguments",
     "near",
     "numbers_of",
@@ -105,6 +106,11 @@ def units_of(*tensors: Tensor, layout: str) -> tuple[int, bool, list[int]]:
         return 1, itemsize == 2, found
     loose = itemsize == 2 and any(tensor.data_ptr() & 15 for tensor in tensors)
     return unit, loose, [stride // unit for stride in found]
+
+
+def known_aligned(*rows: Tensor) -> bool:
+    """Whether the compiler knows that rows begin at 16 bytes."""
+    return not any(x.data_ptr() & 15 or any(step & 15 for step in x.stride()[:-1]) for x in rows)
 
 
 MASKS = ("", "bool", "additive")

@@ -31,13 +31,27 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
+from polyattn_triton.kernels.arguments import known_aligned
 from polyattn_triton.kernels.choices import architecture
 from polyattn_triton.kernels.linear_recurrent import log_decay, sequence, sigmoid
 from polyattn_triton.kernels.room import shared_memory
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
 
-__all__ = ["Cut", "Prepared", "chunk_of", "cut_of", "level", "matrices", "numbers", "place", "prepare", "through"]
+__all__ = [
+    "Cut",
+    "Prepared",
+    "chunk_of",
+    "cut_for",
+    "cut_of",
+    "level",
+    "matrices",
+    "narrowed",
+    "numbers",
+    "place",
+    "prepare",
+    "through",
+]
 
 
 @triton.jit
@@ -363,7 +377,7 @@ def prepare(
     )  # fmt: skip
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     K = max(triton.next_power_of_2(D), 16)
-    W, warps, stages = cut or _PREPARE[kda]
+    W, warps, stages = cut or narrowed(_PREPARE[kda], query, key)
     # Halves of which no number is too large: also where inputs are float16.
     half = tl.float32 if query.dtype == torch.float32 else tl.bfloat16
     with runtime.device_of(query):
@@ -376,6 +390,25 @@ def prepare(
             num_stages=stages,
         )  # fmt: skip
     return made
+
+
+def narrowed(cut: Cut, query: Tensor, *rows: Tensor, D_V: int = 0, held: bool = False) -> Cut:
+    """Give `cut`, or two warps and fewer columns where ptxas 12.8 (in Triton 3.6) spoils it on Hopper.
+
+    Four warps multiply by `wgmma`, from descriptors of tiles in shared memory. Tiles that come there by way of
+    registers take each other's place, and are laid out in three ways: those of 16 columns, of 32, and of 64 or more.
+    There ptxas mistakes a register that descriptors are made from, and results are wrong by any amount. Two warps
+    multiply by `mma.sync`, which has no descriptors.
+
+    Args:
+        rows: what is multiplied as it is read, beside queries. Rows go by way of registers where the compiler does not
+            know that they begin at 16 bytes. D_V: of rows that kernels write and read again, 0 = none.
+        held: whether all columns of values are read at once. No loop copies them ahead then, and they go so as well.
+    """
+    if architecture(query.device) != "hopper" or query.dtype.itemsize != 2:
+        return cut
+    aligned = known_aligned(query, *rows) and not (query.shape[-1] & 7 or D_V & 7)
+    return cut if aligned and not held else cut._replace(N=min(cut.N, 32), warps=2)
 
 
 def cut_for(query: Tensor, heads: int, D_V: int, sequences: int) -> Cut:
@@ -411,7 +444,7 @@ def through(
     given = results[1] if state is None else state
     after = (0, 0, 0, 0) if last is None else (last.stride(0), last.stride(1), *(last.stride(a) for a in axes))
     before = (0, 0, 0, 0) if state is None else (state.stride(0), state.stride(1), *(state.stride(a) for a in axes))
-    N, warps, stages = cut or cut_for(query, H_V, D_V, sequences)
+    N, warps, stages = cut or narrowed(cut_for(query, H_V, D_V, sequences), query, key, value, D_V=D_V)
     with runtime.device_of(query):
         _through[triton.cdiv(D_V, N), H_V, sequences](
             query, key, value, *made, *(query if t is None else t for t in (cu_seqlens, slots)), given, *results,

@@ -29,6 +29,7 @@ from polyattn_triton.kernels.delta_chunks import (
     cut_for,
     level,
     matrices,
+    narrowed,
     near_blocks,
     numbers,
     place,
@@ -42,6 +43,8 @@ __all__ = ["gradients"]
 
 _COLLECT = Cut(32, 4, 2)
 """How `collected` is cut, N being channels."""
+_COLUMNS = 64
+"""Of values that it computes with at a time."""
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "size", "scale"])
@@ -227,7 +230,7 @@ def gradients(
     fresh, states = through(query, key, value, state, made, scale=scale, turned=turned, cu_seqlens=cu_seqlens)
     chunk, kda, size, K = made.inverse.shape[-1], gate.ndim == 4, B * T, max(triton.next_power_of_2(D), 16)
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    N, warps, stages = cut or cut_for(query, H_V, D_V, sequences)
+    N, warps, stages = cut or narrowed(cut_for(query, H_V, D_V, sequences), query, key, D_V=D_V)
     stages = min(stages, 2)
     dout, dlast = dout.to(query.dtype).contiguous(), dlast.contiguous()
     dvalue, dstates, dstate = torch.empty_like(dout), torch.empty_like(states), torch.empty_like(dlast)
@@ -242,7 +245,7 @@ def gradients(
     strides = (*query.stride()[:3], *key.stride()[:3])
     chunks, batch, _ = numbers(B, T, cu_seqlens, chunk)
     E = max(triton.next_power_of_2(D_V), 16)
-    W, collecting, ahead = collect or _COLLECT
+    W, collecting, ahead = collect or narrowed(_COLLECT, query, key, D_V=D_V, held=E <= _COLUMNS)
     with runtime.device_of(query):
         _returned[tiles, H_V, sequences](
             query, key, made.inverse, made.seen, made.sums, made.betas, made.rows, made.ends, starts, fresh, dout,
@@ -252,7 +255,7 @@ def gradients(
         _collected[chunks, H_V, batch](
             query, key, gate, made.sums, made.betas, starts, fresh, states, dout, dvalue, dstates, dquery, dkey, dgate,
             dbeta[tiles], *strides, *gate.stride()[:3], T, sequences, sequences.bit_length(), size, scale,
-            E=E, W=min(K, W), N=min(E, 64), LEVELS=chunk.bit_length() - 1, num_warps=collecting, num_stages=ahead,
+            E=E, W=min(K, W), N=min(E, _COLUMNS), LEVELS=chunk.bit_length() - 1, num_warps=collecting, num_stages=ahead,
             **shared,
         )  # fmt: skip
     return (

@@ -23,7 +23,7 @@ import triton.language as tl  # isort: skip
 from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 from polyattn.contract import Key  # isort: skip
-from polyattn_triton.kernels.arguments import MASKS, mask_arguments
+from polyattn_triton.kernels.arguments import MASKS, known_aligned, mask_arguments
 from polyattn_triton.kernels.cached import (
     as_stored,
     block_scales,
@@ -577,11 +577,6 @@ def _widths(width: int, straight: bool) -> tuple[int, int]:
     return parts(width if straight else -(-width // 64) * 64)
 
 
-def _straight(*rows: torch.Tensor) -> bool:
-    """Whether the compiler knows that rows begin at 16 bytes."""
-    return not any(x.data_ptr() & 15 or any(step & 15 for step in x.stride()[:-1]) for x in rows)
-
-
 def extend(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -635,7 +630,7 @@ def extend(
     kind = kv_dtype if key_cache.dtype.itemsize == 1 else "auto"
     k, v = as_stored(key_cache, kind), as_stored(value_cache, kind)
     whole = not (D | E) & 63 or query.dtype == torch.float32
-    straight = kind == "auto" and (whole or (key is None and _straight(k, v)))
+    straight = kind == "auto" and (whole or (key is None and known_aligned(k, v)))
     asked: Any = (
         query, key_cache, value_cache, page_size, "tree" if tree and mask == "bool" else mask,
         0 if attn_mask is None else attn_mask.itemsize, T_q * group / N, straight,
