@@ -26,7 +26,7 @@ KEYS = 128
 """Keys of a program that goes through several queries with them."""
 TOKENS = 16
 """Queries that a program goes through, at most."""
-STEP, TILES = 64, 16
+STEP, TILES = 64, 8
 """Keys that a program of one query has at once, and how often it has as many, at most."""
 ON_THE_WAY = 32 << 10
 """Bytes of keys that such a program waits for, at most; three tiles are enough."""
