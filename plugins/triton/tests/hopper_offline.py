@@ -156,15 +156,18 @@ def latent(page_size: int, causal: bool) -> dict[str, Any]:
 
 
 def listed_latent(page_size: int, wide: bool) -> dict[str, Any]:
-    """As `hopper.latent.attend_listed` launches it, for bfloat16 and 128 heads; wide: pieces, in float32."""
+    """As `hopper.latent.attend_listed` launches it, for bfloat16 and 128 heads; wide: pieces, in float32, of a decode
+    step, whose tokens have a row of the page table each."""
     from polyattn_triton.hopper import latent as hopper
     from polyattn_triton.hopper.latent_kernel import attend
 
-    numbers = ("page_table", "listed", "sequence_of")
+    numbers = ("page_table", "listed", *(() if wide else ("sequence_of",)))
     signature = {"query": "*bf16", "cache": "*bf16", "scale": "fp32", "lse": "*fp32"} | dict.fromkeys(numbers, "*i32")
     signature["out"] = "*fp32" if wide else "*bf16"
     constants = {"HEADS": 128, "ROW": 576, "PAGE": page_size, "CAUSAL": False, "REGISTERS": hopper.LISTED_REGISTERS}
-    constants |= dict.fromkeys(("seq_lens", "cu_seqlens_q", "shares", "piece_out", "piece_lse"))
+    constants |= dict.fromkeys(
+        ("seq_lens", "cu_seqlens_q", "shares", "piece_out", "piece_lse", *(("sequence_of",) if wide else ()))
+    )
     return compiled(attend, signature, constants, aligned=("query", "cache", "query_token", "query_head", "cache_page"))
 
 

@@ -73,7 +73,8 @@ class Problem:
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A kernel: its name, bytes of shared memory, whether it multiplies by `wgmma`, how rows come to shared memory
-    (by descriptors: `tma`, `async`, or through registers: ``), what is wrong, and how it is cut."""
+    (by descriptors: `tma`, `async`, or through registers: ``), what is wrong, how it is cut, and how many loads from
+    memory bring a single byte."""
 
     name: str
     shared: int
@@ -81,6 +82,7 @@ class Compiled:
     copies: str
     wrong: tuple[str, ...]
     cut: dict[str, int]
+    single_bytes: int
 
 
 def elsewhere(target: str, *problems: Problem, room_only: bool = False) -> list[list[Compiled]]:
@@ -476,6 +478,7 @@ def _judged(kernel: Any, done: Any, cut: dict[str, int], limit: int, room_only: 
     return {
         "name": kernel.__name__, "shared": shared, "wgmma": "wgmma.mma" in done.asm.get("ptx", ""),
         "copies": _copies(done.asm.get("ptx", "")), "wrong": wrong, "cut": cut,
+        "single_bytes": len(re.findall(r"ld\.global\S*\.b8\b", done.asm.get("ptx", ""))),
     }  # fmt: skip
 
 

@@ -111,6 +111,17 @@ def test_compilers_take_what_is_launched(target: str) -> None:
     _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()))
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_index_keys_of_132_bytes_are_loaded_four_bytes_at_a_time(queries: int) -> None:
+    """Their rows begin at no multiple of more, and at none at all as far as a compiler knows that is not told."""
+    problem = Problem("dsa", (512, 64), heads=(16, 1), queries=queries, kv_dtype="fp8_e4m3", page_size=64)
+    (launched,) = elsewhere("cuda:90", problem)
+    (scores,) = (kernel for kernel in launched if kernel.name == "_score")
+    assert not scores.wrong
+    assert scores.wgmma
+    assert scores.single_bytes == 0
+
+
 def test_latent_rows_of_8_bits_are_cut_into_blocks_that_tensor_cores_multiply() -> None:
     """Where shared memory is small, blocks are cut too: to no fewer keys than `least` says."""
     asked: dict[str, Any] = {"heads": (128, 1), "queries": 4, "page_size": 64, "mask": "additive"}

@@ -49,6 +49,24 @@ def test_listed_tokens(heads: int, width: int, d_c: int, fp8: bool, dtype: torch
     torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=limit, atol=limit)
 
 
+def test_one_token_of_each_row() -> None:
+    """A decode step: each token has its own row of the page table."""
+    generator = torch.Generator().manual_seed(0)
+    query, cache = torch.randn(3, 5, 40, generator=generator), torch.randn(8, PAGE, 40, generator=generator)
+    table = torch.tensor([[3, 0], [5, 1], [2, 4]], dtype=torch.int32)
+    lens, starts = torch.tensor([2 * PAGE, 7, 0], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    indices = torch.stack([torch.arange(2 * PAGE), torch.arange(2 * PAGE), torch.full((2 * PAGE,), -1)]).to(torch.int32)
+    indices[1, 7:] = -1
+    wanted = reference.mla_attention(
+        query.double(), cache.double(), page_table=table, seq_lens=lens, cu_seqlens_q=starts, scale=0.1,
+        v_head_dim=24, token_indices=indices,
+    )  # fmt: skip
+    out = torch.empty(3, 5, 24)
+    tables = PagedTables(table, lens, starts, 1, 2 * PAGE)
+    listed.attend(query, cache, indices, tables=tables, scale=0.1, out=out, lse=None, parts=1)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_what_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
 

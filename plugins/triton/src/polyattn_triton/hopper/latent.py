@@ -76,14 +76,15 @@ def listed_parts(device: torch.device, tokens: int, heads: int, topk: int) -> in
 
 
 def attend_listed(
-    query: Tensor, cache: Tensor, page_table: Tensor, sequence_of: Tensor, listed: Tensor, outs: Tensor,
+    query: Tensor, cache: Tensor, page_table: Tensor, sequence_of: Tensor | None, listed: Tensor, outs: Tensor,
     lses: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """Attention of each query to the rows of its list, by pieces of the list.
 
     Args:
         query: [T_q, H_q, 576]. cache: [pages, page_size, 576]. page_table: int32 [N, max_pages].
-        sequence_of: int32 [T_q], the row of the page table. listed: int32 [T_q, topk], dense last axis, -1 = none.
+        sequence_of: int32 [T_q], the row of the page table; None = each token has its own.
+        listed: int32 [T_q, topk], dense last axis, -1 = none.
         outs: [P, T_q, H_q, 512], of each piece. lses: float32 [P, T_q, H_q], contiguous.
         scale: above 0, with log2(e) in it.
     """

@@ -233,7 +233,10 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                     page_1 = next_1
                     step += 1
             else:
-                table = page_table + gl.load(lists[1] + start) * table_row.to(gl.int64)
+                row = start
+                if lists[1] is not None:
+                    row = gl.load(lists[1] + start)
+                table = page_table + row * table_row.to(gl.int64)
                 rows_0 = _rows_of(table, _places_of(lists, start, begin, end, KEYS), PAGE)
                 rows_1 = _rows_of(table, _places_of(lists, start, begin + _N, end, KEYS), PAGE)
                 place_0 = _places_of(lists, start, begin + 2 * _N, end, KEYS)

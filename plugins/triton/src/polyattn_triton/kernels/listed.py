@@ -60,7 +60,8 @@ def _attend(
     if D_R:
         x = tl.arange(0, R)
         rope = tl.load(query + (q_row + D_C)[:, None] + x[None, :], mask=real[:, None] & (x < D_R)[None, :], other=0.0)
-    table = page_table + tl.load(sequence_of + token).to(tl.int64) * table_row
+    sequence = token if sequence_of is None else tl.load(sequence_of + token).to(tl.int64)
+    table = page_table + sequence * table_row
     begin = part * each
     end = tl.minimum(begin + each, topk)
 
@@ -146,9 +147,8 @@ def attend(
     """
     (T, heads, width), d_c, topk = query.shape, out.shape[2], token_indices.shape[1]
     page_table, _, starts, longest = tables[:4]
-    if longest == 1 and page_table.shape[0] == T:
-        sequence_of = torch.arange(T, dtype=torch.int32, device=query.device)
-    else:
+    sequence_of = None
+    if longest != 1 or page_table.shape[0] != T:
         tokens = torch.arange(T, dtype=torch.int32, device=query.device)
         sequence_of = torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
         sequence_of.clamp_(max=max(page_table.shape[0] - 1, 0))
@@ -193,7 +193,7 @@ def attend(
 
 
 def _on_hopper(
-    query: Tensor, cache: Tensor, token_indices: Tensor, page_table: Tensor, sequence_of: Tensor, scale: float,
+    query: Tensor, cache: Tensor, token_indices: Tensor, page_table: Tensor, sequence_of: Tensor | None, scale: float,
     out: Tensor, lse: Tensor | None,
 ) -> None:  # fmt: skip
     """By the kernel for Hopper, whose pieces of a list are its own."""
