@@ -52,7 +52,8 @@ class _ByRow:
 
 class Watched(ToyRunner):
     """The toy model with all but its attention row by row, since a product's bits follow from how many rows it has. It
-    holds the attention of each token, by the tokens up to it, beside what any schedule before gave."""
+    holds the attention of each token, by the tokens up to it, and how many of its request ran with it, beside what any
+    schedule before gave."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -68,16 +69,17 @@ class Watched(ToyRunner):
             )
             running = {request.row: request.tokens for request in self.engine._scheduler.running}
             told = [
-                tuple(running[row][: prefix + n + 1])
+                (tuple(running[row][: prefix + n + 1]), count)
                 for row, count, prefix in zip(batch.rows, batch.query_lens, batch.prefix_lens, strict=True)
                 for n in range(count)
             ]
-            assert [tokens[-1] for tokens in told] == ids.tolist()
+            assert [tokens[-1] for tokens, _ in told] == ids.tolist()
 
             def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 out: Tensor = backend.forward(q, k, v, layer)
-                for tokens, row in zip(told, out, strict=True):
-                    self._hold(tokens, layer.layer_id, row.numpy().tobytes())
+                for (tokens, count), row in zip(told, out, strict=True):
+                    # Whether bits follow from how many tokens run together is for the processor to say.
+                    self._hold(tokens, layer.layer_id, bytes([count]) + row.numpy().tobytes())
                 return out
 
             logits = self._run(ids, positions, attend)

@@ -182,7 +182,12 @@ def test_the_list_of_fallbacks_is_complete() -> None:
         "sage_sla_attn",
         "sparse_video_gen_2_attn",
     }
-    documented = {("fa", "torch_sdpa"), ("sage_attn", "fa"), ("intel_amx", "torch_native")}
+    documented = {
+        ("fa", "torch_sdpa"),
+        ("sage_attn", "fa"),
+        ("intel_amx", "torch_native"),
+        ("flashinfer", "flashinfer_mla"),
+    }
     ruled = {(name, "fa") for name in sparse} | {(name, "") for name in ("window_video_attn", *sparse)}
     found = [(b.name, f) for b in get_manager().backends.values() for f in b.fallbacks]
     assert {(name, f.to) for name, f in found if not f.rule and not f.first} == documented
