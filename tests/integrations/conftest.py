@@ -16,6 +16,9 @@ from polyattn.integrations import transformers as host
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+KEPT: list[torch.library.Library] = []
+
+
 def torchvision_beside_another_torch() -> None:
     """The wheel of torchvision that engines import is of torch's CUDA build. Beside a CPU build its operators do not
     load, and two of them are looked for at import. Nobody here calls any."""
@@ -26,8 +29,10 @@ def torchvision_beside_another_torch() -> None:
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
+        operators = torch.library.Library("torchvision", "DEF")  # as long as it lives
         for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+            operators.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+        KEPT.append(operators)
         importlib.import_module("torchvision")
 
 
