@@ -94,11 +94,12 @@ class DequantiseKV(Lowering):
             check_size(request, "dequantising the cache", read.numel() * size * width)
             table, copied = renumbered(read), ops(query.device.type)
             tokens = None if key is None else Tokens.of(query, tables)
+            pages = functools.cache(lambda: owned(tables, size).flatten())  # of keys and values
 
             def numbers(cache: Tensor, scale: Tensor | None) -> Tensor:
                 made = copied(request, cache, scale, read, tables.seq_lens) if copied else None
                 if made is None:
-                    return Pool(request, cache, scale).pages(owned(tables, size).flatten(), query.dtype)
+                    return Pool(request, cache, scale).pages(pages(), query.dtype)
                 return cast("Tensor", made)
 
             def plain(cache: Tensor, new: Tensor | None, scale: Tensor | None) -> Tensor:
