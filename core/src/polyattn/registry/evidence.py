@@ -38,6 +38,9 @@ LEVELS: tuple[str, ...] = get_args(EvidenceLevel)
 KEYS: Mapping[str, int] = {"hardware": 1100, "interpreter": 257}
 """How many keys the longest calls of conformance have, by what a run is evidence of."""
 
+ENOUGH: Mapping[str, int] = {"linear": 65}
+"""The same of families whose calls are shorter: linear attention goes by chunks of 64 tokens, and hands a state on."""
+
 EARLIER_KEYS = 100
 """How many they had before runs kept it."""
 
@@ -49,11 +52,11 @@ class Evidence:
     Attributes:
         sources: files relative to the plugin's folder. digest: their hash when it ran. code: hash of what they do,
             which comments, names and moves do not change; "" = not known.
-        absent: providers of the backend that were not there, of which it shows nothing.
+        absent: providers of the backend that were not there or have other families, of which it shows nothing.
         rows: hash of what the others declared for `arch` ("" = anywhere); "" = not known.
         families: those that were tried, of other ones it shows nothing; () = not known.
         reached: family -> queries, keys and grid (sequences x heads), the most of a call that passed.
-        partial: the backend has families that no run tried. others: earlier runs, with other providers.
+        partial: the backend has families that no run tried. others: earlier runs, of other providers or families.
     """
 
     backend: str
@@ -92,9 +95,29 @@ class Evidence:
 
     @property
     def outdated(self) -> bool:
-        """Return whether the run is stale, or tried no more keys than a kernel reads at once. It says less than it did,
-        no more."""
-        return self.stale or self.keys < KEYS.get(self.level, 0)
+        """Return whether a run is stale, or tried no more keys than a kernel reads at once: it says less than it did.
+
+        Other runs count where they have other families.
+        """
+        elsewhere = [one for one in self.others if not {*one.families} & {*self.families}]
+        return any(one.stale or one.short for one in (self, *elsewhere))
+
+    @property
+    def short(self) -> bool:
+        """Return whether the longest calls of a family had no more keys than a kernel reads at once."""
+        least = KEYS.get(self.level, 0)
+        if not self.reached:
+            return least > EARLIER_KEYS
+        return any(most["keys"] < min(ENOUGH.get(family, least), least) for family, most in self.reached.items())
+
+    def left_by(self, other: Evidence) -> Evidence | None:
+        """What this run shows beside a later one: of the providers that the later one did not try, or, as long as both
+        say what families they tried, of the other families. None = nothing."""
+        if not self.stale and {*self.absent} != {*other.absent}:
+            return self
+        rest = tuple(name for name in self.families if name not in other.families) if other.families else ()
+        reached = {name: most for name, most in self.reached.items() if name in rest}
+        return dataclasses.replace(self, families=rest, reached=reached) if rest else None
 
     def beside(self, providers: Iterable[Provider]) -> Evidence:
         """The same, and stale where `providers`, those of the backend now, declare something else than was tried."""
@@ -204,18 +227,21 @@ def read_evidence(origin: str, backend: str, platform: str) -> Evidence:
 
 def write_evidence(origin: str, evidence: Evidence, *more: Evidence) -> Path:
     """Write `evidence` beside the plugin, with the hash of its sources as they are now; `more` are runs of other chips
-    beside it. Earlier runs of its level stay where they are not stale and had other providers: of those that take one
-    call, a run shows the first it has."""
+    beside it.
+
+    Of earlier runs of its level stays what they show beside it (`Evidence.left_by`): of those that take one call, a run
+    shows the first it has. The run of the most families is the first in the file.
+    """
     folder = Path(origin).parent
     try:
         before = read_evidence(origin, evidence.backend, evidence.platform)
         runs = [dataclasses.replace(before, others=()), *before.others]
     except PluginError:
         runs = []
-    beside = [one for one in runs if one.level == evidence.level and {*one.absent} != {*evidence.absent}]
-    kept = [one for one in beside if not one.stale]
-    first, *rest = (dataclasses.replace(one, digest=source_hash(folder, one.sources)) for one in (evidence, *more))
-    current = dataclasses.replace(first, others=(*rest, *kept))
+    kept = [left for one in runs if one.level == evidence.level and (left := one.left_by(evidence)) is not None]
+    new = [dataclasses.replace(one, digest=source_hash(folder, one.sources)) for one in (evidence, *more)]
+    first, *rest = sorted([*new, *kept], key=lambda one: -len(one.families))
+    current = dataclasses.replace(first, others=tuple(rest))
     target = evidence_file(origin, evidence.backend, evidence.platform)
     target.parent.mkdir(exist_ok=True)
     target.write_text(current.to_json())

@@ -37,7 +37,7 @@ class Report:
         gates: "dtype: control" -> whether the gates did what they must, see `polyattn.testing.negative`.
         reached: family -> queries, keys and grid (sequences x heads), the most of a case that passed.
         not_run: what is declared and was not tried, with the reason. warnings: of what is no fault and will surprise
-            users. absent: providers that were not there.
+            users. absent: providers that were not there, or have other families.
         total: cases there are, also where this is a part of a run; lost: the case after which the device could not be
             used any more.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..contract import FAMILIES as ALL_FAMILIES
-from ..contract import AttentionRequest
+from ..contract import AttentionRequest, Row
 from ..contract.vocabulary import DTYPE_WORDS
 from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
 from ..registry.distributions import distribution_version
@@ -202,13 +202,15 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
     recorded = [row for row in target.rows if holds_here(row, target.facts) and True in inside("graph_capture", row)]
     if recorded and not records_graphs(target.device):
         not_run.append(f"graph_capture: torch.{target.device.type} records no graphs here")
-    if absent := tuple(p.name for p in target.info.providers if p not in target.providers):
-        not_run.append(f"providers that are not here: {', '.join(absent)}")
+    if missing := tuple(p.name for p in target.info.providers if p not in target.providers):
+        not_run.append(f"providers that are not here: {', '.join(missing)}")
+    tried = [p for p in target.providers if families is None or any(_speaks_of(row, families) for row in p.rows)]
+    absent = tuple(p.name for p in target.info.providers if p not in tried)
     origin = get_manager().owner(target.info).origin
     sources: tuple[str, ...] = ()
     unrecorded = ""
     try:
-        sources = sources_of(origin, target.providers)
+        sources = sources_of(origin, tried)
     except PluginError as exc:
         unrecorded = str(exc)
     return Report(
@@ -224,13 +226,19 @@ def _blank(target: Installed, cases: Sequence[Case], level: Level, families: Seq
         sources=sources,
         digest=source_hash(Path(origin).parent, sources),
         arch=target.facts.get("arch", ""),
-        rows=row_hash(target.providers, target.facts.get("arch", "")),
+        rows=row_hash(tried, target.facts.get("arch", "")),
         unrecorded=unrecorded,
         not_run=not_run,
         warnings=advice(target),
         absent=absent,
         total=len(cases),
     )
+
+
+def _speaks_of(row: Row, families: Sequence[str]) -> bool:
+    """Return whether a capability row may be of one of these families."""
+    said = row.when.get("family")
+    return said is None or any(said.reason(family) is None for family in families)
 
 
 def versions_of(target: Installed) -> dict[str, str]:
