@@ -18,10 +18,14 @@ def scores(kind: str, rows: int, count: int) -> torch.Tensor:
     if kind == "no numbers":
         for step, value in ((3, torch.nan), (5, -torch.inf), (7, torch.inf)):
             found[:, step - 1 :: step] = value
+    if kind == "far apart":
+        found[:, ::7] = 0.0
+        found[:, 1::5] *= 1e-30
+        found[:, 2::11] *= 1e30
     return found
 
 
-@pytest.mark.parametrize("kind", ["usual", "many equal", "below zero", "no numbers"])
+@pytest.mark.parametrize("kind", ["usual", "many equal", "below zero", "no numbers", "far apart"])
 @pytest.mark.parametrize(
     ("span", "count", "topk"),
     [(16384, 300, 20), (256, 1000, 64), (256, 900, 128), (16384, 50, 64), (256, 4000, 1), (256, 700, 200)],
