@@ -259,6 +259,23 @@ def test_explaining_keeps_nothing_and_shows_the_kernel() -> None:
     assert not kept
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (6, 6), (4, 1)])
+def test_heads_that_take_turns(heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long calls hold copies of some heads at a time: the same numbers, and `explain` shows one call for all turns."""
+    configure()
+    given = tensors(129, heads=heads, kv_heads=kv_heads)
+
+    def call(function: Any, *before: Any) -> Any:
+        place = Place(grid=(4, 5, 6), text=(0, 9), kept={})
+        return function(*before, *given, backend=NAME, place=place)
+
+    together = call(polyattn.attention)
+    monkeypatch.setattr(svg2, "_LONG", 0)
+    assert torch.equal(call(polyattn.attention), together)
+    said = call(polyattn.explain, polyattn.attention).inner
+    assert len(said) == len({one.request.heads for one in said}) <= 2
+
+
 def test_first_layers_and_steps_are_dense() -> None:
     """Shares: of 10 layers at 0.15 those below 1.5, of 20 steps at 0.1 those below 2."""
     configure(svg2_first_layers_fp=0.15, svg2_first_times_fp=0.1, svg2_min_kc_ratio=0.0)

@@ -75,7 +75,7 @@ class _Inner:
 
 
 class _Asking(_Inner):
-    """The same calls, explained instead of run. Results are tensors without contents."""
+    """The same calls, explained instead of run, each kind once. Results are tensors without contents."""
 
     def __init__(self, request: AttentionRequest, mode: Any) -> None:
         super().__init__(request)
@@ -86,7 +86,9 @@ class _Asking(_Inner):
         # What a plan holds has contents, and nothing here may read any.
         fake = tree_map_only(Tensor, self._mode.from_tensor, dict(given))
         with overrides.restored(_AUTOMATIC):
-            self.found.append(explain(call, query, key, value, **fake))
+            said = explain(call, query, key, value, **fake)
+        if said not in self.found:
+            self.found.append(said)
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         if call is linear_attention:
             out = value.new_empty(value.shape)

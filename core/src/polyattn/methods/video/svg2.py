@@ -32,6 +32,9 @@ _LARGE = 4
 _STILL = 1e-4
 _FEW = 4
 """Rounds of k-means that are run without asking whether centroids still move."""
+_LONG = 1 << 26
+"""Bytes of queries above which heads take turns: copies in the order of clusters are of some heads at a time."""
+_TURNS = 4
 _PLANES = 12
 """Planes that tell clusters apart: more than log2 of what is alike among a thousand of them."""
 _DISTANCES = 1 << 26
@@ -397,17 +400,37 @@ def clustered_attention(
     query: Tensor, key: Tensor, value: Tensor, row_labels: Tensor, key_labels: Tensor, seen: Tensor, inner: Inner,
     *, orders: Sequence[Order | None] = (None, None),
 ) -> Tensor:  # fmt: skip
-    """Attend from clusters to clusters, exactly.
+    """Attend from clusters to clusters, exactly. Where queries are long, heads take turns.
 
     Args:
         query: [B, H_q, S, D]; key: [B, H_kv, S, D]; value: [B, H_kv, S, D_v].
         row_labels: int64 [B, H_q, S]. key_labels: int64 [B, H_kv, S]. seen: bool [B, H_q, C_q, C_k].
-        inner: the calls of families; one of block_sparse is made, whose key blocks start where clusters do.
+        inner: the calls of families; each turn makes one of block_sparse, whose key blocks start where clusters do.
         orders: of the labels of rows and keys, where they are known.
 
     Returns:
         [B, H_q, S, D_v]. Queries that see no key are 0.
     """
+    heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    if query.nbytes <= _LONG or heads == 1:
+        return _clustered(query, key, value, row_labels, key_labels, seen, inner, orders)
+    B, _, S, _ = query.shape
+    out = query.new_empty(B, S, heads * group, value.shape[3]).transpose(1, 2)
+    together = -(-heads // _TURNS)
+    for first in range(0, heads, together):
+        keys, rows = (slice(first * n, (first + together) * n) for n in (1, group))
+        sides = zip(orders, (rows, keys), strict=True)
+        some = [order and Order(*(t[:, own] for t in order)) for order, own in sides]
+        own = (query[:, rows], key[:, keys], value[:, keys], row_labels[:, rows], key_labels[:, keys], seen[:, rows])
+        out[:, rows] = _clustered(*own, inner, some)
+    return out
+
+
+def _clustered(
+    query: Tensor, key: Tensor, value: Tensor, row_labels: Tensor, key_labels: Tensor, seen: Tensor, inner: Inner,
+    orders: Sequence[Order | None],
+) -> Tensor:  # fmt: skip
+    """`clustered_attention` of heads that are computed together."""
     group, clusters = query.shape[1] // key.shape[1], seen.shape[2]
     # Larger blocks of queries load fewer keys; where clusters are small they would be mostly empty.
     block = 2 * _BLOCK if query.shape[2] >= _LARGE * _BLOCK * clusters else _BLOCK

@@ -37,8 +37,8 @@ class Config(NamedTuple):
 _CACHED = 45 << 20
 """Bytes of the keys and values of a head that stay in the L2 cache of an H100 or H200, which has 50 MB. Lists read them
 in an order of their own: of 59 MB a call took 56 ms on an H100, and calls for a half of the keys each 42 together."""
-_ROUNDS = 4
-"""Turns in which heads are taken where keys are."""
+_ROUNDS = 8
+"""Turns in which heads are taken where keys are: so small is the share of the output that has parts."""
 _MOST_KEYS = 2**26
 """Above any sequence: an entry of `groups.grouped` has 26 bits for the number of a key."""
 
