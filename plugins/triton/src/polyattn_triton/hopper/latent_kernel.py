@@ -69,8 +69,12 @@ _ROPE = gl.constexpr(
     )
 )
 """The same of rope columns, whose rows each thread has in `_RAW` as well."""
-_LINES = gl.constexpr(gl.DistributedLinearLayout([], [[1], [2], [4], [8], [0]], [[16], [32]], [], [64]))
-"""A row for each thread, in the warp that has it in `_RAW`."""
+_FETCHED = gl.constexpr(
+    gl.DistributedLinearLayout([], [[1, 0], [2, 0], [4, 0], [8, 0], [0, 1]], [[16, 0], [32, 0]], [], [64, 2])
+)
+"""Which thread asks for a line of which row: one of a row that its warp has in `_RAW`."""
+_LINE_BYTES = gl.constexpr(128)
+"""What is asked for at once."""
 
 
 @gluon.jit
@@ -204,6 +208,27 @@ def _hidden_zero(any_number):
 
 
 @gluon.jit
+def _fetch(rows, words, ROW: gl.constexpr):
+    """Asks for FP8 rows in the second-level cache, -1 = none. They begin anywhere in a line, but end in the one where
+    their last 16 bytes begin."""
+    line = gl.arange(0, 2, gl.SliceLayout(0, _FETCHED))
+    WORDS: gl.constexpr = _LINE_BYTES // 4
+    for pair in gl.static_range((640 // _LINE_BYTES + 2) // 2):
+        at = words + (rows.to(gl.int64)[:, None] * ROW + ((2 * pair + line) * WORDS)[None, :])
+        gl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred some;
+                setp.ge.s32 some, $2, 0;
+                @some prefetch.global.L2 [$1];
+                mov.b32 $0, 0;
+            }
+            """,
+            "=r,l,r", [at, rows[:, None]], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _load_half(rows, cache, TURN: gl.constexpr, ROW: gl.constexpr):
     """The half TURN of FP8 rows, in the order in which halves of two pairs come free, in groups: words [64, 32] and
     scales [64], zeros for row -1."""
@@ -263,8 +288,7 @@ def _convert_half(given, rows, groups, phase, TURN: gl.constexpr, ROW: gl.conste
         gs.index(2 * HALF + group).store(_numbers(groups[group][0], groups[group][1], zero, gs.dtype))
     # Nothing that was loaded is on its way here: the fence would wait for it.
     fence_async_shared()
-    for c in gl.static_range(_PIECES):
-        mbarrier.arrive(full[HALF * _PIECES + c], count=1)
+    mbarrier.arrive(full[HALF], count=1)
     if SIDE != BLOCK and rope.dtype.element_ty != gs.dtype:
         mbarrier.arrive(rope_full[BLOCK], count=1)
     return _load_half(rows, cache, TURN + 1, ROW)
@@ -297,7 +321,7 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
     full, rope_full, free, q_full, q_free = barriers
     LAYOUT: gl.constexpr = _COPIED
     FP8: gl.constexpr = cache[1] is not None
-    KEYS: gl.constexpr = _LINES if FP8 else gl.SliceLayout(1, LAYOUT)
+    KEYS: gl.constexpr = gl.SliceLayout(1, _FETCHED if FP8 else LAYOUT)
     tile, _part, item, last, n, before = _share(shares, lists, tiles)
     step = 0
     segment = 0
@@ -346,6 +370,8 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                 place_0 = _places_of(lists, start, begin + 2 * _N, end, KEYS)
                 place_1 = _places_of(lists, start, begin + 3 * _N, end, KEYS)
                 if FP8:
+                    _fetch(rows_0, cache[0], ROW)
+                    _fetch(rows_1, cache[0], ROW)
                     groups = _load_half((rows_0,), cache, 0, ROW)
                 for pair in range(pairs):
                     first = begin + pair * (2 * _N)
@@ -359,6 +385,10 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                         block = (gs, rs, full, rope_full, free, cache)
                         for turn in gl.static_range(4):
                             groups = _convert_half(block, (rows_0, rows_1, next_0, next_1), groups, phase, turn, ROW)
+                            if turn == 0:
+                                _fetch(next_0, cache[0], ROW)
+                            if turn == 1:
+                                _fetch(next_1, cache[0], ROW)
                     else:
                         block = (ks, rs, full, rope_full, free, cache[0], first, end, cache_page)
                         _copy_listed_half(block, rows_0, phase, 0, 0, ROW)
@@ -419,10 +449,13 @@ def _base(top, scale):
 def _multiplied(s, qs, ks, full, phase, zero, BLOCK: gl.constexpr, SIDE: gl.constexpr, ADD: gl.constexpr):
     """The scores of a block with the products of its half SIDE, piece by piece as these come; in flight when this
     returns."""
-    HALF: gl.constexpr = (2 * BLOCK + SIDE) * _PIECES
+    HALF: gl.constexpr = 2 * BLOCK + SIDE
+    # Barriers of a half.
+    EACH: gl.constexpr = len(full) // 4
     for c in gl.static_range(_PIECES):
-        mbarrier.wait(full[HALF + c], phase)
-        piece = ks.index(HALF + c + zero).permute((1, 0))
+        if c < EACH:
+            mbarrier.wait(full[HALF * EACH + c], phase)
+        piece = ks.index(HALF * _PIECES + c + zero).permute((1, 0))
         s = hopper.warpgroup_mma(qs.index(SIDE * _PIECES + c + zero), piece, s, use_acc=ADD or c > 0, is_async=True)
     return s
 
@@ -599,8 +632,8 @@ def attend(
     if scales is None:
         full = _barriers(4 * _PIECES, _PRODUCERS)
     else:
-        # What was converted is told of by one thread.
-        full = _barriers(4 * _PIECES, 1)
+        # Halves that were converted, told of by one thread.
+        full = _barriers(4, 1)
     if scales is None or rope.dtype.element_ty == dtype:
         rope_full = _barriers(2, _PRODUCERS)
     else:
