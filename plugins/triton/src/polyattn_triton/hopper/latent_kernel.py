@@ -453,8 +453,8 @@ def _multiplied(s, qs, ks, full, phase, zero, BLOCK: gl.constexpr, SIDE: gl.cons
     # Barriers of a half.
     EACH: gl.constexpr = len(full) // 4
     for c in gl.static_range(_PIECES):
-        if c < EACH:
-            mbarrier.wait(full[HALF * EACH + c], phase)
+        if c * EACH % _PIECES == 0:
+            mbarrier.wait(full[HALF * EACH + c * EACH // _PIECES], phase)
         piece = ks.index(HALF * _PIECES + c + zero).permute((1, 0))
         s = hopper.warpgroup_mma(qs.index(SIDE * _PIECES + c + zero), piece, s, use_acc=ADD or c > 0, is_async=True)
     return s
