@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyattn.errors import InvalidInputError
-from polyattn.semantics.token_index import hadamard, index_scores, pack_index, top_tokens, unpack_index
+from polyattn.semantics.token_index import hadamard, index_scores, pack_index, round_index, top_tokens, unpack_index
 
 T, S, H, D = 7, 41, 5, 16
 
@@ -66,6 +66,8 @@ def test_eight_bits_with_a_scale_of_a_power_of_two() -> None:
     assert torch.equal(torch.log2(scale), torch.log2(scale).round())
     found = unpack_index(packed)
     assert ((found - rows).norm(dim=1) < 0.04 * rows.norm(dim=1)).all()  # three bits of mantissa
+    assert torch.equal(round_index(rows), found)
+    assert torch.equal(round_index(rows.bfloat16()), unpack_index(pack_index(rows.bfloat16())).bfloat16())
     assert not unpack_index(pack_index(torch.zeros(1, 128))).any()
 
 

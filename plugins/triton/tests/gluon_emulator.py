@@ -32,6 +32,9 @@ class Value(torch.Tensor):
     def type(self) -> Any:
         return types.SimpleNamespace(layout=None)
 
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
     def __floordiv__(self, other: Any) -> Any:
         return torch.div(self, other, rounding_mode="trunc")
 
@@ -307,6 +310,7 @@ class Machine:
 
         return types.SimpleNamespace(
             constexpr=None, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+            uint8=torch.uint8, float8e4nv=torch.float8_e4m3fn, join=lambda a, b: torch.stack((a, b), -1),
             program_id=lambda axis: self._program[0], num_programs=lambda axis: self._program[1],
             minimum=pairwise(torch.minimum), maximum=pairwise(torch.maximum), where=where,
             exp2=lambda x: value(torch.exp2(x)), log2=lambda x: value(torch.log2(x)),

@@ -151,13 +151,13 @@ def latent(page_size: int, causal: bool) -> dict[str, Any]:
     signature = {"query": "*bf16", "cache": "*bf16", "out": "*bf16", "scale": "fp32"} | dict.fromkeys(numbers, "*i32")
     signature |= dict.fromkeys(("lse", "piece_out", "piece_lse"), "*fp32")
     constants = {"HEADS": 128, "ROW": 576, "PAGE": page_size, "CAUSAL": causal, "REGISTERS": hopper.REGISTERS}
-    constants |= dict.fromkeys(("listed", "sequence_of"))
+    constants |= dict.fromkeys(("listed", "sequence_of", "scales", "rope"))
     return compiled(attend, signature, constants, aligned=("query", "cache", "query_token", "query_head", "cache_page"))
 
 
-def listed_latent(page_size: int, wide: bool) -> dict[str, Any]:
+def listed_latent(page_size: int, wide: bool, fp8: str = "") -> dict[str, Any]:
     """As `hopper.latent.attend_listed` launches it, for bfloat16 and 128 heads; wide: pieces, in float32, of a decode
-    step, whose tokens have a row of the page table each."""
+    step, whose tokens have a row of the page table each. fp8: of FP8 rows, for a query of this dtype."""
     from polyattn_triton.hopper import latent as hopper
     from polyattn_triton.hopper.latent_kernel import attend
 
@@ -168,7 +168,15 @@ def listed_latent(page_size: int, wide: bool) -> dict[str, Any]:
     constants |= dict.fromkeys(
         ("seq_lens", "cu_seqlens_q", "shares", "piece_out", "piece_lse", *(("sequence_of",) if wide else ()))
     )
-    return compiled(attend, signature, constants, aligned=("query", "cache", "query_token", "query_head", "cache_page"))
+    aligned = ["query", "cache", "query_token", "query_head", "cache_page"]
+    if fp8:
+        signature |= {"query": f"*{fp8}", "cache": "*i32", "scales": "*fp32", "rope": "*bf16"}
+        signature["out"] = "*fp32" if wide else f"*{fp8}"
+        constants |= {"ROW": 164, "REGISTERS": hopper.FP8_REGISTERS}
+        aligned += ["scales", "rope"]
+    else:
+        constants |= dict.fromkeys(("scales", "rope"))
+    return compiled(attend, signature, constants, aligned=aligned)
 
 
 def elsewhere(kernel: str, *arguments: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from polyattn.contract import PagedTables
+from polyattn.semantics.kv_quant import mla_pack_fp8, mla_unpack
 from polyattn.semantics.reference import attention, mla_attention
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.hopper import latent as hopper
@@ -93,16 +94,22 @@ def test_emulated(emulated: list[Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "topk", "page_size", "parts", "new"),
+    ("heads", "topk", "page_size", "parts", "new", "fp8"),
     [
-        (64, 300, 64, 2, (2, 1, 1)),
-        (16, 65, 16, 1, (2, 1, 1)),
-        (80, 130, 64, 3, (1, 1, 1)),
-        (64, 256, 64, 1, (2, 1, 1)),
+        (64, 300, 64, 2, (2, 1, 1), ""),
+        (16, 65, 16, 1, (2, 1, 1), ""),
+        (80, 130, 64, 3, (1, 1, 1), ""),
+        (64, 256, 64, 1, (2, 1, 1), ""),
+        (16, 65, 1, 1, (1, 1, 1), ""),
+        # Rows of FP8, and the query's dtype.
+        (64, 300, 64, 2, (2, 1, 1), "bfloat16"),
+        (80, 130, 16, 3, (1, 1, 1), "float16"),
+        (16, 65, 1, 1, (2, 1, 1), "float16"),
+        (64, 256, 64, 1, (2, 1, 1), "bfloat16"),
     ],
 )
 def test_lists_emulated(
-    monkeypatch: pytest.MonkeyPatch, heads: int, topk: int, page_size: int, parts: int, new: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, heads: int, topk: int, page_size: int, parts: int, new: tuple[int, ...], fp8: str
 ) -> None:
     from polyattn_triton.hopper import latent_kernel
 
@@ -117,19 +124,25 @@ def test_lists_emulated(
     lens, T = (400, 90, 0), sum(new)
     columns = -(-max(lens) // page_size)
     table = torch.randperm(3 * columns).to(torch.int32).view(3, columns)
-    cache = torch.randn(3 * columns, page_size, 576).bfloat16()
+    dtype = getattr(torch, fp8 or "bfloat16")
+    cache = rows = torch.randn(3 * columns, page_size, 576).bfloat16()
     cache[table[2].long()] = float("nan")
-    query = torch.randn(T, heads, 576).bfloat16()
+    if fp8:
+        # Groups of a row have scales that differ.
+        cache = mla_pack_fp8(rows * (torch.arange(576) // 128 * 0.5 + 0.5))
+        cache[table[2].long()] = 255
+        rows = mla_unpack(cache).to(dtype)
+    query = torch.randn(T, heads, 576).to(dtype)
     lists = torch.full((T, topk), -1, dtype=torch.int32)
     for n, seen in enumerate((399, 400, 90, 0)[-T:]):
         some = torch.randperm(seen)[:topk]
         lists[n, torch.randperm(topk)[: len(some)]] = some.int()
     starts, seq_lens = torch.tensor([0, *new]).cumsum(0, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
     wanted, wanted_lse = mla_attention(
-        query.double(), cache.double(), page_table=table, seq_lens=seq_lens, cu_seqlens_q=starts, scale=SCALE,
+        query.double(), rows.double(), page_table=table, seq_lens=seq_lens, cu_seqlens_q=starts, scale=SCALE,
         v_head_dim=512, token_indices=lists, return_lse=True,
     )  # fmt: skip
-    out = torch.full((T, heads, 512), float("nan"), dtype=torch.bfloat16)
+    out = torch.full((T, heads, 512), float("nan"), dtype=dtype)
     lse = torch.full((T, heads), float("nan"))
     tables = PagedTables(table, seq_lens, starts, max(new), max(lens))
     monkeypatch.setattr(listed, "_attend", None)  # the portable kernel is not asked
@@ -161,6 +174,31 @@ def test_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not hopper.takes(*refused)
 
 
+def test_takes_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, out = torch.zeros(3, 16, 576, dtype=torch.bfloat16), torch.zeros(3, 16, 512, dtype=torch.bfloat16)
+    fp8 = torch.zeros(5, 64, 656, dtype=torch.uint8)
+    assert not hopper.takes_listed(query, fp8, out), "this is no Hopper"
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    wide = torch.zeros(5, 64, 672, dtype=torch.uint8)
+    for cache in (fp8, fp8[:, :1].contiguous(), wide[..., :656], wide[..., 16:]):
+        assert hopper.takes_listed(query, cache, out)
+        assert hopper.takes_listed(query.half(), cache, out.half())
+    for page_size in (64, 48, 1):
+        assert hopper.takes_listed(query, torch.zeros(5, page_size, 576, dtype=torch.bfloat16), out)
+    assert not hopper.takes(query, fp8, out, 64, 64), "whole sequences are not of FP8 rows"
+    for refused in (
+        (query.float(), fp8, out),
+        (query, torch.zeros(5, 64, 576, dtype=torch.float16), out),
+        # Rows of FP4, rows that begin within 16 bytes, pages that do not follow each other.
+        (query, torch.zeros(5, 64, 324, dtype=torch.uint8), out),
+        (query, wide[..., 8:664], out),
+        (query, torch.zeros(5, 64, 664, dtype=torch.uint8)[..., :656], out),
+        (query, fp8[:, :16], out),
+        (query, torch.zeros(1, dtype=torch.uint8).expand(2**25, 64, 656), out),
+    ):
+        assert not hopper.takes_listed(*refused)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_compiles_for_hopper(page_size: int) -> None:
     found = elsewhere("latent", page_size, True)
@@ -171,9 +209,14 @@ def test_compiles_for_hopper(page_size: int) -> None:
     assert "cp.async.cg.shared.global" in found["ptx"]
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_lists_compile_for_hopper(wide: bool) -> None:
-    found = elsewhere("listed_latent", 64, wide)
+@pytest.mark.parametrize(("wide", "fp8"), [(False, ""), (True, ""), (False, "fp16"), (True, "bf16")])
+def test_lists_compile_for_hopper(wide: bool, fp8: str) -> None:
+    found = elsewhere("listed_latent", 64, wide, fp8)
     assert found["warps"] == 12
     assert found["stack"] is None or found["stack"] <= 64
     assert "cp.async.cg.shared.global" in found["ptx"]
+    if fp8:
+        # A thread converts two numbers at a time, a quarter of the 64 x 512 of two blocks.
+        assert found["ptx"].count("cvt.rn.f16x2.e4m3x2") == 2 * 64 * 512 // 128 // 2
+        assert "ld.global.v4" in found["ptx"]
+        assert "st.shared.v4" in found["ptx"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import GraphError, InvalidInputError
 from ...registry.device_ops import device_ops
-from ...semantics.token_index import hadamard, index_scores, pack_index, top_tokens, unpack_index
+from ...semantics.token_index import hadamard, index_scores, pack_index, round_index, top_tokens, unpack_index
 
 if TYPE_CHECKING:
     from ..attention.backend import AttentionBackend
@@ -92,6 +92,8 @@ class TokenLists:
         starts, lens = step.cu_seqlens_q, step.seq_lens
         kept, query = self._scored_by(layer, index.query)
         scores = kernel(query, index.weights, kept, step.page_table, lens, starts, step.max_seqlen_q)
+        if step.max_seqlen_q == 1 and step.tokens == len(lens):
+            return _listed(scores, lens, layer.token_topk)
         places = torch.arange(query.shape[0], device=query.device)
         row = torch.searchsorted(starts[1:].long(), places, right=True).clamp(max=len(lens) - 1)
         return _listed(scores, lens[row] - (starts[1:][row] - 1 - places), layer.token_topk)
@@ -100,7 +102,7 @@ class TokenLists:
         """The index keys of a layer, and queries as a kernel scores them with those."""
         kept = self._pool.kept(layer.layer_id, INDEX)
         if kept.dtype == torch.uint8:
-            query = unpack_index(pack_index(hadamard(query))).to(query.dtype)
+            query = round_index(hadamard(query))
         return kept, query
 
     def _together(self, layer: AttentionLayer, step: Step, index: Index) -> Tensor:
@@ -154,7 +156,7 @@ class TokenLists:
         keys = kept[table.long()].flatten(1, 2)
         if kept.dtype != torch.uint8:
             return keys, query
-        return unpack_index(keys), unpack_index(pack_index(hadamard(query)))
+        return unpack_index(keys), round_index(hadamard(query))
 
 
 def _listed(scores: Tensor, seen: Tensor, topk: int) -> Tensor:

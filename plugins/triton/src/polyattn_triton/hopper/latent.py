@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn.semantics.kv_quant import MLA_BYTES
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
 from polyattn_triton.kernels.room import TOO_LARGE, too_large
@@ -17,6 +18,8 @@ REGISTERS = 216
 """Of a consumer's thread; the producer has what is left."""
 LISTED_REGISTERS = 208
 """Of lists, whose producer has to know where rows are."""
+FP8_REGISTERS = 200
+"""Of lists of FP8 rows, whose producer converts them."""
 
 
 def takes(query: Tensor, cache: Tensor, out: Tensor, rows: int, keys: int) -> bool:
@@ -28,16 +31,23 @@ def takes(query: Tensor, cache: Tensor, out: Tensor, rows: int, keys: int) -> bo
     """
     size = cache.shape[1]
     return (
-        on_hopper(query.device)
-        and (rows, keys) == (_BLOCK, _BLOCK)
+        (rows, keys) == (_BLOCK, _BLOCK)
         and query.dtype is cache.dtype
+        # Pages of at least 16 rows that fit into blocks, or blocks into them.
+        and (size % _BLOCK == 0 or (_BLOCK % size == 0 and size >= 16))
+        and _aligned(query, cache, out)
+    )
+
+
+def _aligned(query: Tensor, cache: Tensor, out: Tensor) -> bool:
+    """Whether rows are of 512 + 64 and can be copied by 16 bytes, on a Hopper."""
+    return (
+        on_hopper(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and (out.shape[2], query.shape[2] - out.shape[2]) == _WIDTHS
-        # Pages of at least 16 rows that fit into blocks, or blocks into them; copies of 16 bytes.
-        and (size % _BLOCK == 0 or (_BLOCK % size == 0 and size >= 16))
         # What is no multiple of 16 is taken for odd when the kernel is compiled.
         and all(n % 16 == 0 for n in (*query.stride()[:2], cache.stride(0)))
-        and cache.stride(1) % 8 == 0
+        and cache.stride(1) * cache.itemsize % 16 == 0
         and query.data_ptr() % 16 == 0
         and cache.data_ptr() % 16 == 0
     )
@@ -52,7 +62,7 @@ def attend(
 
     try:
         kernel[(parts * tiles,)](
-            query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces, None, None,
+            query, cache, None, None, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces, None, None,
             tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), out.stride(0),
             out.stride(1), scale, *(0,) * 7, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1],
             CAUSAL=causal, REGISTERS=REGISTERS, num_warps=4,
@@ -63,10 +73,15 @@ def attend(
 
 
 def takes_listed(query: Tensor, cache: Tensor, out: Tensor) -> bool:
-    """Whether `attend_listed` computes such lists. Arguments as `takes`."""
+    """Whether `attend_listed` computes such lists, over rows of the query's dtype or FP8 rows, in pages of any size.
+
+    Args:
+        query, out: as `takes`. cache: as there, or uint8 [pages, page_size, 656].
+    """
+    fp8 = cache.dtype == torch.uint8 and cache.shape[2] == MLA_BYTES
     # A row is found by its number, which fits in 32 bits.
     even = cache.stride(0) == cache.shape[1] * cache.stride(1) and cache.shape[0] * cache.shape[1] < 2**31
-    return even and takes(query, cache, out, _BLOCK, _BLOCK)
+    return (fp8 or query.dtype is cache.dtype) and even and _aligned(query, cache, out)
 
 
 def listed_parts(device: torch.device, tokens: int, heads: int, topk: int) -> int:
@@ -76,13 +91,15 @@ def listed_parts(device: torch.device, tokens: int, heads: int, topk: int) -> in
 
 
 def attend_listed(
-    query: Tensor, cache: Tensor, page_table: Tensor, sequence_of: Tensor | None, listed: Tensor, outs: Tensor,
-    lses: Tensor | None, scale: float,
+    query: Tensor, cache: Tensor, fp8: tuple[Tensor, Tensor] | None, page_table: Tensor, sequence_of: Tensor | None,
+    listed: Tensor, outs: Tensor, lses: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """Attention of each query to the rows of its list, by pieces of the list.
 
     Args:
-        query: [T_q, H_q, 576]. cache: [pages, page_size, 576]. page_table: int32 [N, max_pages].
+        query: [T_q, H_q, 576]. cache: [pages, page_size, 576], or the 512 bytes of FP8 rows, [pages, page_size, 512].
+        fp8: their scales, float32 [pages, page_size, 4], and rope numbers, bfloat16 [pages, page_size, 64], in the same
+            rows of memory. page_table: int32 [N, max_pages].
         sequence_of: int32 [T_q], the row of the page table; None = each token has its own.
         listed: int32 [T_q, topk], dense last axis, -1 = none.
         outs: [P, T_q, H_q, 512], of each piece. lses: float32 [P, T_q, H_q], contiguous.
@@ -91,16 +108,18 @@ def attend_listed(
     from polyattn_triton.hopper.latent_kernel import attend as kernel
 
     (parts, tokens, heads, _), topk = outs.shape, listed.shape[1]
+    # FP8 numbers are loaded by fours.
+    rows = cache if fp8 is None else cache.view(torch.int32)
     each = -(-topk // (parts * _BLOCK)) * _BLOCK
     tiles = -(-heads // _BLOCK)
     programs = max(min(runtime.processors(query.device) // tiles, tokens * parts), 1)
     try:
         kernel[(programs * tiles,)](
-            query, cache, page_table, None, None, None, outs, lses, None, None, listed, sequence_of,
-            tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), outs.stride(1),
+            query, rows, *(fp8 or (None, None)), page_table, None, None, None, outs, lses, None, None, listed,
+            sequence_of, tiles, query.stride(0), query.stride(1), rows.stride(0), page_table.stride(0), outs.stride(1),
             outs.stride(2), scale, topk, tokens, parts, each, listed.stride(0), outs.stride(0), tokens * heads,
-            HEADS=heads, ROW=cache.stride(1), PAGE=cache.shape[1], CAUSAL=False, REGISTERS=LISTED_REGISTERS,
-            num_warps=4,
+            HEADS=heads, ROW=rows.stride(1), PAGE=rows.shape[1], CAUSAL=False,
+            REGISTERS=FP8_REGISTERS if fp8 else LISTED_REGISTERS, num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = (str(query.dtype).removeprefix("torch."), *_WIDTHS, _BLOCK, False)

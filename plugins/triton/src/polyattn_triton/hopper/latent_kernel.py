@@ -15,6 +15,10 @@ first one's weights before it has its own scores, so that those products are beh
 
 The producer copies with cp.async, since pages may be small, and since rows past the last key become zeros: what is not
 a number would go through a weight of 0.
+
+Of FP8 rows the producer makes numbers of 16 bits, in registers: consumers see the same blocks. A row's 512 numbers go
+by in groups of 128, which share a scale. They are loaded half a block ahead, so what goes into a half is there when its
+buffer comes free.
 """
 
 from __future__ import annotations
@@ -42,6 +46,35 @@ _PRODUCERS = gl.constexpr(128)
 """Threads that copy."""
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Which of them copies what of a piece."""
+_GROUP = gl.constexpr(128)
+"""Numbers of an FP8 row that share a scale: two pieces."""
+_RAW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [4, 0], [8, 0]],
+        [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 32],
+    )
+)
+"""Which thread converts what of a group, in words of four FP8 numbers: four of each of 4 rows. Eight threads side by
+side write parts of two rows, which lie in different banks."""
+_ROPE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
+        [[0, 16], [0, 32], [1, 0], [0, 8], [2, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+"""The same of rope columns, whose rows each thread has in `_RAW` as well."""
+_FETCHED = gl.constexpr(
+    gl.DistributedLinearLayout([], [[1, 0], [2, 0], [4, 0], [8, 0], [0, 1]], [[16, 0], [32, 0]], [], [64, 2])
+)
+"""Which thread asks for a line of which row: one of a row that its warp has in `_RAW`."""
+_LINE_BYTES = gl.constexpr(128)
+"""What is asked for at once."""
 
 
 @gluon.jit
@@ -168,6 +201,100 @@ def _copy_listed_half(given, rows, phase, BLOCK: gl.constexpr, SIDE: gl.constexp
 
 
 @gluon.jit
+def _hidden_zero(any_number):
+    """0, which the compiler does not know. What is made of it is made where it is used: all 44 descriptors of a step's
+    products would be kept in registers from step to step, and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [any_number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _fetch(rows, words, ROW: gl.constexpr):
+    """Asks for FP8 rows in the second-level cache, -1 = none. They begin anywhere in a line, but end in the one where
+    their last 16 bytes begin."""
+    line = gl.arange(0, 2, gl.SliceLayout(0, _FETCHED))
+    WORDS: gl.constexpr = _LINE_BYTES // 4
+    for pair in gl.static_range((640 // _LINE_BYTES + 2) // 2):
+        at = words + (rows.to(gl.int64)[:, None] * ROW + ((2 * pair + line) * WORDS)[None, :])
+        gl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred some;
+                setp.ge.s32 some, $2, 0;
+                @some prefetch.global.L2 [$1];
+                mov.b32 $0, 0;
+            }
+            """,
+            "=r,l,r", [at, rows[:, None]], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load_half(rows, cache, TURN: gl.constexpr, ROW: gl.constexpr):
+    """The half TURN of FP8 rows, in the order in which halves of two pairs come free, in groups: words [64, 32] and
+    scales [64], zeros for row -1."""
+    words, scales, _rope = cache
+    row = gl.convert_layout(rows[TURN // 2], gl.SliceLayout(1, _RAW))
+    some = row >= 0
+    at = row.to(gl.int64) * ROW
+    column = gl.arange(0, _GROUP // 4, gl.SliceLayout(0, _RAW))
+    groups = ()
+    for group in gl.static_range(2):
+        number = (TURN + 1) // 2 % 2 * 2 + group
+        numbers = gl.load(
+            words + (at[:, None] + (number * (_GROUP // 4) + column)[None, :]), mask=some[:, None], other=0
+        )
+        groups = groups + ((numbers, gl.load(scales + (at + number), mask=some, other=0.0)),)  # noqa: RUF005
+    return groups
+
+
+@gluon.jit
+def _numbers(words, factor, zero, dtype: gl.constexpr):
+    """The numbers of a group [64, 128]: FP8 in words [64, 32], times their scales [64]. `zero`: a hidden one."""
+    # Two bytes of a word are converted together. The compiler would take the upper two apart first.
+    upper = words >> (16 + zero)
+    even = gl.join(words.to(gl.uint8), upper.to(gl.uint8))
+    odd = gl.join((words >> 8).to(gl.uint8), (upper >> 8).to(gl.uint8))
+    raw = gl.join(even, odd).reshape([_N, _GROUP]).to(gl.float8e4nv, bitcast=True)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, raw.type.layout), assert_trivial=True)
+    return (raw.to(gl.float32) * factor[:, None]).to(dtype)
+
+
+@gluon.jit
+def _convert_half(given, rows, groups, phase, TURN: gl.constexpr, ROW: gl.constexpr):
+    """Makes half TURN of a pair of its FP8 `groups`, once its buffer is free, and loads the next one.
+
+    `rows`: of this pair's blocks and of the next one's. Returns: the next half's groups.
+    """
+    gs, rs, full, rope_full, free, cache = given
+    BLOCK: gl.constexpr = TURN // 2
+    SIDE: gl.constexpr = (TURN + 1) // 2 % 2
+    HALF: gl.constexpr = 2 * BLOCK + SIDE
+    rope = cache[2]
+    if SIDE != BLOCK:
+        row = gl.convert_layout(rows[BLOCK], gl.SliceLayout(1, _ROPE))
+        at = row.to(gl.int64)[:, None] * (2 * ROW) + gl.arange(0, _PIECE, gl.SliceLayout(0, _ROPE))[None, :]
+        some = (row >= 0)[:, None]
+        if rope.dtype.element_ty != gs.dtype:
+            turned = gl.load(rope + at, mask=some, other=0.0)
+    mbarrier.wait(free[HALF], phase)
+    if SIDE != BLOCK:
+        if rope.dtype.element_ty == gs.dtype:
+            load_rows(rs.index(BLOCK), rope + at, mask=some)
+            async_copy.mbarrier_arrive(rope_full[BLOCK], increment_count=False)
+        else:
+            rs.index(BLOCK).store(turned.to(gs.dtype))
+    zero = _hidden_zero(phase)
+    for group in gl.static_range(2):
+        gs.index(2 * HALF + group).store(_numbers(groups[group][0], groups[group][1], zero, gs.dtype))
+    # Nothing that was loaded is on its way here: the fence would wait for it.
+    fence_async_shared()
+    mbarrier.arrive(full[HALF], count=1)
+    if SIDE != BLOCK and rope.dtype.element_ty != gs.dtype:
+        mbarrier.arrive(rope_full[BLOCK], count=1)
+    return _load_half(rows, cache, TURN + 1, ROW)
+
+
+@gluon.jit
 def _copy_half(given, pages, phase, BLOCK: gl.constexpr, SIDE: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr):
     """Starts the copies of half SIDE of a block of the pair whose first key is `first`, once its buffers are free. The
     rope columns go with the half that the other consumer frees: it is the last to read the weights in their place."""
@@ -188,12 +315,13 @@ def _copy_half(given, pages, phase, BLOCK: gl.constexpr, SIDE: gl.constexpr, ROW
 def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr):
     """The producer: the query of each segment, then its blocks, each half as soon as its buffer is free."""
     (
-        query, cache, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs, barriers, tiles,
+        query, cache, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, gs, rs, barriers, tiles,
         query_token, query_head, cache_page, table_row, lists,
     ) = given  # fmt: skip
     full, rope_full, free, q_full, q_free = barriers
     LAYOUT: gl.constexpr = _COPIED
-    KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    FP8: gl.constexpr = cache[1] is not None
+    KEYS: gl.constexpr = gl.SliceLayout(1, _FETCHED if FP8 else LAYOUT)
     tile, _part, item, last, n, before = _share(shares, lists, tiles)
     step = 0
     segment = 0
@@ -223,7 +351,7 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                     # A pair ahead: no copy waits for where its rows are.
                     next_0 = _pages_of(table, first + 2 * _N, end, PAGE)
                     next_1 = _pages_of(table, first + 3 * _N, end, PAGE)
-                    block = (ks, rs, full, rope_full, free, cache, first, end, cache_page)
+                    block = (ks, rs, full, rope_full, free, cache[0], first, end, cache_page)
                     # In the order in which they come free.
                     _copy_half(block, page_0, phase, 0, 0, ROW, PAGE)
                     _copy_half(block, page_0, phase, 0, 1, ROW, PAGE)
@@ -241,6 +369,10 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                 rows_1 = _rows_of(table, _places_of(lists, start, begin + _N, end, KEYS), PAGE)
                 place_0 = _places_of(lists, start, begin + 2 * _N, end, KEYS)
                 place_1 = _places_of(lists, start, begin + 3 * _N, end, KEYS)
+                if FP8:
+                    _fetch(rows_0, cache[0], ROW)
+                    _fetch(rows_1, cache[0], ROW)
+                    groups = _load_half((rows_0,), cache, 0, ROW)
                 for pair in range(pairs):
                     first = begin + pair * (2 * _N)
                     phase = (step & 1) ^ 1
@@ -249,11 +381,20 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                     later_1 = _places_of(lists, start, first + 5 * _N, end, KEYS)
                     next_0 = _rows_of(table, place_0, PAGE)
                     next_1 = _rows_of(table, place_1, PAGE)
-                    block = (ks, rs, full, rope_full, free, cache, first, end, cache_page)
-                    _copy_listed_half(block, rows_0, phase, 0, 0, ROW)
-                    _copy_listed_half(block, rows_0, phase, 0, 1, ROW)
-                    _copy_listed_half(block, rows_1, phase, 1, 1, ROW)
-                    _copy_listed_half(block, rows_1, phase, 1, 0, ROW)
+                    if FP8:
+                        block = (gs, rs, full, rope_full, free, cache)
+                        for turn in gl.static_range(4):
+                            groups = _convert_half(block, (rows_0, rows_1, next_0, next_1), groups, phase, turn, ROW)
+                            if turn == 0:
+                                _fetch(next_0, cache[0], ROW)
+                            if turn == 1:
+                                _fetch(next_1, cache[0], ROW)
+                    else:
+                        block = (ks, rs, full, rope_full, free, cache[0], first, end, cache_page)
+                        _copy_listed_half(block, rows_0, phase, 0, 0, ROW)
+                        _copy_listed_half(block, rows_0, phase, 0, 1, ROW)
+                        _copy_listed_half(block, rows_1, phase, 1, 1, ROW)
+                        _copy_listed_half(block, rows_1, phase, 1, 0, ROW)
                     rows_0 = next_0
                     rows_1 = next_1
                     place_0 = later_0
@@ -262,13 +403,6 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
         item = after
         before += blocks
         n += 1
-
-
-@gluon.jit
-def _hidden_zero(any_number):
-    """0, which the compiler does not know. What is made of it is made where it is used: all 44 descriptors of a step's
-    products would be kept in registers from step to step, and spilled."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [any_number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -315,10 +449,13 @@ def _base(top, scale):
 def _multiplied(s, qs, ks, full, phase, zero, BLOCK: gl.constexpr, SIDE: gl.constexpr, ADD: gl.constexpr):
     """The scores of a block with the products of its half SIDE, piece by piece as these come; in flight when this
     returns."""
-    HALF: gl.constexpr = (2 * BLOCK + SIDE) * _PIECES
+    HALF: gl.constexpr = 2 * BLOCK + SIDE
+    # Barriers of a half.
+    EACH: gl.constexpr = len(full) // 4
     for c in gl.static_range(_PIECES):
-        mbarrier.wait(full[HALF + c], phase)
-        piece = ks.index(HALF + c + zero).permute((1, 0))
+        if c * EACH % _PIECES == 0:
+            mbarrier.wait(full[HALF * EACH + c * EACH // _PIECES], phase)
+        piece = ks.index(HALF * _PIECES + c + zero).permute((1, 0))
         s = hopper.warpgroup_mma(qs.index(SIDE * _PIECES + c + zero), piece, s, use_acc=ADD or c > 0, is_async=True)
     return s
 
@@ -470,14 +607,15 @@ def _consume(given, HEADS: gl.constexpr, CAUSAL: gl.constexpr, INDEX: gl.constex
 
 @gluon.jit(do_not_specialize=["tiles", "table_row", "topk", "tokens", "parts", "each"])
 def attend(
-    query, cache, page_table, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse, listed, sequence_of,
-    tiles, query_token, query_head, cache_page, table_row, out_token, out_head, scale,
+    query, cache, scales, rope, page_table, seq_lens, cu_seqlens_q, shares, out, lse, piece_out, piece_lse, listed,
+    sequence_of, tiles, query_token, query_head, cache_page, table_row, out_token, out_head, scale,
     topk, tokens, parts, each, listed_row, out_part, lse_part,
     HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `_attend` of kernels/latent.py where STREAMED, for rows of 512 + 64 numbers of 16 bits. `scale` is above 0.
 
-    With `listed`, as `_attend` of kernels/listed.py: a token's list is cut into `parts` pieces of `each` tokens.
+    With `listed`, as `_attend` of kernels/listed.py: a token's list is cut into `parts` pieces of `each` tokens. With
+    `scales` and `rope`, as there, rows are of FP8, and `cache` has words of four numbers; ROW counts these.
     """
     lists = (listed, sequence_of, topk, tokens, parts, each, listed_row)
     dtype: gl.constexpr = query.dtype.element_ty
@@ -487,11 +625,19 @@ def attend(
     ks = gl.allocate_shared_memory(dtype, [4 * _PIECES, _N, _PIECE], TILE)
     # Pieces side by side are halves of blocks.
     vs = viewed(ks, dtype, [4, _N, _HALF], TILE)
+    gs = viewed(ks, dtype, [8, _N, _GROUP], TILE)
     rs = gl.allocate_shared_memory(dtype, [2, _N, _PIECE], TILE)
     maxima = gl.allocate_shared_memory(gl.float32, [2, _M], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [2, _M], FLAT)
-    full = _barriers(4 * _PIECES, _PRODUCERS)
-    rope_full = _barriers(2, _PRODUCERS)
+    if scales is None:
+        full = _barriers(4 * _PIECES, _PRODUCERS)
+    else:
+        # Halves that were converted, told of by one thread.
+        full = _barriers(4, 1)
+    if scales is None or rope.dtype.element_ty == dtype:
+        rope_full = _barriers(2, _PRODUCERS)
+    else:
+        rope_full = _barriers(2, 1)
     free = _barriers(4, 1)
     q_full = made_barriers(1, _PRODUCERS)
     q_free = made_barriers(1, 2)
@@ -499,7 +645,7 @@ def attend(
     weighed = _barriers(2, 1)
     summed = _barriers(2, 1)
     produced = (
-        query, cache, page_table, seq_lens, cu_seqlens_q, shares, qs, ks, rs,
+        query, (cache, scales, rope), page_table, seq_lens, cu_seqlens_q, shares, qs, ks, gs, rs,
         (full, rope_full, free, q_full.index(0), q_free.index(0)),
         tiles, query_token, query_head, cache_page, table_row, lists,
     )  # fmt: skip

@@ -152,15 +152,16 @@ def attend(
         tokens = torch.arange(T, dtype=torch.int32, device=query.device)
         sequence_of = torch.searchsorted(starts[1:], tokens, right=True, out_int32=True)
         sequence_of.clamp_(max=max(page_table.shape[0] - 1, 0))
-    if config is None and scale > 0 and hopper.takes_listed(query, cache, out):
-        _on_hopper(query, cache, token_indices, page_table, sequence_of, scale, out, lse)
-        return
     rows, factors, rope = cache[..., :d_c], cache, cache[..., d_c:]
     if cache.dtype == torch.uint8:
         bytes_of_scales = d_c // GROUP.value * 4
         rows = as_stored(rows.view(torch.float8_e4m3fn), "fp8_e4m3")
         factors = rope[..., :bytes_of_scales].view(torch.float32)
         rope = rope[..., bytes_of_scales:].view(torch.bfloat16)
+    if config is None and scale > 0 and hopper.takes_listed(query, cache, out):
+        fp8 = (factors, rope) if cache.dtype == torch.uint8 else None
+        _on_hopper(query, rows if fp8 else cache, fp8, token_indices, page_table, sequence_of, scale, out, lse)
+        return
     outs, lses = out[None], None if lse is None else lse[None]
     if parts > 1:
         outs = query.new_empty(parts, T, heads, d_c, dtype=torch.float32)
@@ -193,8 +194,8 @@ def attend(
 
 
 def _on_hopper(
-    query: Tensor, cache: Tensor, token_indices: Tensor, page_table: Tensor, sequence_of: Tensor | None, scale: float,
-    out: Tensor, lse: Tensor | None,
+    query: Tensor, cache: Tensor, fp8: tuple[Tensor, Tensor] | None, token_indices: Tensor, page_table: Tensor,
+    sequence_of: Tensor | None, scale: float, out: Tensor, lse: Tensor | None,
 ) -> None:  # fmt: skip
     """By the kernel for Hopper, whose pieces of a list are its own."""
     (T, heads, _), topk = query.shape, token_indices.shape[1]
@@ -204,7 +205,9 @@ def _on_hopper(
         outs = query.new_empty(parts, T, heads, out.shape[2], dtype=torch.float32)
         lses = query.new_empty(parts, T, heads, dtype=torch.float32)
     with runtime.device_of(query):
-        hopper.attend_listed(query, cache, page_table, sequence_of, token_indices, outs, lses, scales(scale, 0.0)[0])
+        hopper.attend_listed(
+            query, cache, fp8, page_table, sequence_of, token_indices, outs, lses, scales(scale, 0.0)[0]
+        )
     if parts > 1 and lses is not None:
         merge(outs, lses, out=out, lse=lse)
 
