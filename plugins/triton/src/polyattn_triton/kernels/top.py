@@ -29,7 +29,7 @@ SPAN = 16384
 @triton.jit(do_not_specialize=["scores_row", "places_row", "count", "topk", "spans"])
 def _top(
     scores, places, seen, kept_scores, kept_places, scores_row, places_row, count, topk, spans,
-    SPAN: tl.constexpr, LISTED: tl.constexpr, LAST: tl.constexpr,
+    SPAN: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1)
@@ -51,8 +51,11 @@ def _top(
     # Those above come first, then as many of the equal ones as there is room for: both counted in one number.
     above = real & (ordered > least)
     equal = real & (ordered == least)
-    both = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    total = tl.sum(above.to(tl.int32), 0)
+    # A column is a thread's, which counts it by itself; then the columns are added up.
+    both = tl.reshape(above.to(tl.int32) + (equal.to(tl.int32) << 16), (SPAN // COLUMNS, COLUMNS))
+    columns = tl.sum(both, 0)
+    total = tl.sum(columns, 0) & 0xFFFF
+    both = tl.reshape(tl.cumsum(both, 0) + (tl.cumsum(columns, 0) - columns)[None, :], (SPAN,))
     slot = tl.where(above, both & 0xFFFF, total + (both >> 16)) - 1
     keep = (above | equal) & (slot < topk)
     to = (row * spans + span) * topk
@@ -61,10 +64,10 @@ def _top(
         tl.store(kept_scores + to + slot, raw, mask=keep)
     # What is not there.
     found = tl.minimum(there, topk)
-    for first in range(0, topk, SPAN):
-        tl.store(
-            kept_places + to + first + n, tl.full((SPAN,), -1, tl.int32), mask=(first + n >= found) & (first + n < topk)
-        )
+    if found < topk:
+        for first in range(0, topk, SPAN):
+            behind = (first + n >= found) & (first + n < topk)
+            tl.store(kept_places + to + first + n, tl.full((SPAN,), -1, tl.int32), mask=behind)
 
 
 def top_tokens(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
@@ -85,9 +88,10 @@ def top_tokens(scores: Tensor, seen: Tensor, topk: int) -> Tensor:
             spans = triton.cdiv(count, span)
             found = places if spans == 1 else scores.new_empty(rows, spans * topk, dtype=torch.int32)
             kept = scores if spans == 1 else scores.new_empty(rows, spans * topk)
+            warps = max(span // 1024, 4)
             _top[(rows, spans)](
                 given, place, seen, kept, found, given.stride(0), place.stride(0), count, topk, spans,
-                SPAN=span, LISTED=listed, LAST=spans == 1, num_warps=max(span // 1024, 4),
+                SPAN=span, COLUMNS=min(span, 32 * warps), LISTED=listed, LAST=spans == 1, num_warps=warps,
             )  # fmt: skip
             if spans == 1:
                 break
