@@ -34,9 +34,13 @@ class Config(NamedTuple):
     apart: bool
 
 
-_CACHED = 45 << 20
-"""Bytes of the keys and values of a head that stay in the L2 cache of an H100 or H200, which has 50 MB. Lists read them
-in an order of their own: of 59 MB a call took 56 ms on an H100, and calls for a half of the keys each 42 together."""
+_CACHED, _CACHED_HBM3E = 30 << 20, 45 << 20
+"""Bytes of the keys and values of a head up to which they are read in one go, though lists read them in an order of
+their own, and the L2 cache has 50 MB: by an H100, and by an H200, whose memory is half as fast again. On an H100 lists
+of a fifth of 39 MB took 43 ms in one go and 37 in two parts, of 59 MB 56 and 42; an H200 took 32 for the former in one
+go."""
+_HBM3E = 100 << 30
+"""Bytes of memory of a device that has the faster one, at least."""
 _ROUNDS = 8
 """Turns in which heads are taken where keys are: so small is the share of the output that has parts."""
 _MOST_KEYS = 2**26
@@ -108,11 +112,17 @@ def forward(
     config: Config | None = None,
 ) -> None:
     """As `kernels.block_sparse.forward`, for a call that it `takes` and whose tensors it `fits`."""
-    parts = -(-2 * key[0, 0].nbytes // _CACHED)
+    parts = -(-2 * key[0, 0].nbytes // _cached(key.device))
     if parts > 1 and lists.starts is not None:
         _in_parts(parts, query, key, value, lists, scale=scale, out=out, lse=lse, config=config)
     else:
         _launched(query, key, value, lists, scale=scale, out=out, lse=lse, config=config)
+
+
+@functools.cache
+def _cached(device: torch.device) -> int:
+    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= _HBM3E
+    return _CACHED_HBM3E if large else _CACHED
 
 
 def _in_parts(
