@@ -17,8 +17,8 @@ The producer copies with cp.async, since pages may be small, and since rows past
 a number would go through a weight of 0.
 
 Of FP8 rows the producer makes numbers of 16 bits, in registers: consumers see the same blocks. A row's 512 numbers go
-by in groups of 128, which share a scale. They are loaded half a block ahead, so what goes into a half is there when its
-buffer comes free.
+by in groups of 128, which share a scale. What goes into a half is loaded while its buffer is waited for, out of the
+second-level cache: that was asked for all of a pair's rows a pair ahead.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _fetch(rows, words, ROW: gl.constexpr):
     their last 16 bytes begin."""
     line = gl.arange(0, 2, gl.SliceLayout(0, _FETCHED))
     WORDS: gl.constexpr = _LINE_BYTES // 4
-    for pair in gl.static_range((640 // _LINE_BYTES + 2) // 2):
+    for pair in gl.static_range(((656 - 16) // _LINE_BYTES + 2) // 2):
         at = words + (rows.to(gl.int64)[:, None] * ROW + ((2 * pair + line) * WORDS)[None, :])
         gl.inline_asm_elementwise(
             """
