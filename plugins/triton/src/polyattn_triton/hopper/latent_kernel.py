@@ -17,8 +17,8 @@ The producer copies with cp.async, since pages may be small, and since rows past
 a number would go through a weight of 0.
 
 Of FP8 rows the producer makes numbers of 16 bits, in registers: consumers see the same blocks. A row's 512 numbers go
-by in groups of 128, which share a scale. They are loaded half a block ahead, so what goes into a half is there when its
-buffer comes free.
+by in groups of 128, which share a scale. What goes into a half is loaded while its buffer is waited for, out of the
+second-level cache: that was asked for all of a pair's rows a pair ahead.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _fetch(rows, words, ROW: gl.constexpr):
     their last 16 bytes begin."""
     line = gl.arange(0, 2, gl.SliceLayout(0, _FETCHED))
     WORDS: gl.constexpr = _LINE_BYTES // 4
-    for pair in gl.static_range((640 // _LINE_BYTES + 2) // 2):
+    for pair in gl.static_range(((656 - 16) // _LINE_BYTES + 2) // 2):
         at = words + (rows.to(gl.int64)[:, None] * ROW + ((2 * pair + line) * WORDS)[None, :])
         gl.inline_asm_elementwise(
             """
@@ -332,6 +332,19 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
             found = _listed_segment(item, lists, tile, HEADS)
         start, tokens, _s_k, begin, end, pairs, after, _whole, blocks, here = found
         if here:
+            if lists[0] is not None:
+                # Meanwhile consumers have the query before.
+                sequence = start
+                if lists[1] is not None:
+                    sequence = gl.load(lists[1] + start)
+                table = page_table + sequence * table_row.to(gl.int64)
+                rows_0 = _rows_of(table, _places_of(lists, start, begin, end, KEYS), PAGE)
+                rows_1 = _rows_of(table, _places_of(lists, start, begin + _N, end, KEYS), PAGE)
+                place_0 = _places_of(lists, start, begin + 2 * _N, end, KEYS)
+                place_1 = _places_of(lists, start, begin + 3 * _N, end, KEYS)
+                if FP8:
+                    _fetch(rows_0, cache[0], ROW)
+                    _fetch(rows_1, cache[0], ROW)
             mbarrier.wait(q_free, (segment & 1) ^ 1)
             r = tile * _M + gl.arange(0, _M, gl.SliceLayout(1, LAYOUT))
             token = r // HEADS
@@ -361,17 +374,7 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                     page_1 = next_1
                     step += 1
             else:
-                row = start
-                if lists[1] is not None:
-                    row = gl.load(lists[1] + start)
-                table = page_table + row * table_row.to(gl.int64)
-                rows_0 = _rows_of(table, _places_of(lists, start, begin, end, KEYS), PAGE)
-                rows_1 = _rows_of(table, _places_of(lists, start, begin + _N, end, KEYS), PAGE)
-                place_0 = _places_of(lists, start, begin + 2 * _N, end, KEYS)
-                place_1 = _places_of(lists, start, begin + 3 * _N, end, KEYS)
                 if FP8:
-                    _fetch(rows_0, cache[0], ROW)
-                    _fetch(rows_1, cache[0], ROW)
                     groups = _load_half((rows_0,), cache, 0, ROW)
                 for pair in range(pairs):
                     first = begin + pair * (2 * _N)
