@@ -38,10 +38,11 @@ SHARED_MEMORY = {
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One call. `call`: forward, backward, sparse (forward and backward), sage (sparse, with 8-bit scores), chosen
-    (chunks of few keys, and of many), extend, decode, write (rows to a cache; and partial results are merged),
-    dequantise (pages of every format of keys and of latent rows), gdn and kda (chunks forward and backward; H_q heads
-    of values; their steps and convolutions too), latent, whose dims are (D_c, D_r) and whose rows are of 656 bytes with
-    kv_scales block128, or dsa (scores of an indexer, lists, and latent attention to lists).
+    (chunks of few keys, and of many), extend, ranges (extend in parts, of ranges of keys), decode, write (rows to a
+    cache; and partial results are merged), dequantise (pages of every format of keys and of latent rows), gdn and kda
+    (chunks forward and backward; H_q heads of values; their steps and convolutions too), latent, whose dims are
+    (D_c, D_r) and whose rows are of 656 bytes with kv_scales block128, or dsa (scores of an indexer, lists, and latent
+    attention to lists).
 
     Attributes:
         heads: (H_q, H_kv). queries: of each of two sequences of 300 keys.
@@ -221,13 +222,15 @@ def _paged(problem: Problem) -> None:
         kind = torch.float8_e4m3fn if problem.kv_scales == "block16" else torch.float32
         scales.append(torch.ones(sizes[problem.kv_scales]).to(kind) if problem.kv_scales else None)
     new = [_tensor(problem, T, H_kv, width) if problem.fresh else None for width in problem.dims]
-    more = {"invariant": problem.batch_invariant} if problem.call == "decode" else {}
+    more: dict[str, Any] = {"invariant": problem.batch_invariant} if problem.call == "decode" else {}
+    made = torch.empty(T, H_q, problem.dims[1], dtype=getattr(torch, problem.dtype)), torch.empty(T, H_q)
+    if problem.call == "ranges":
+        made, more = tuple(torch.empty(3, *x.shape) for x in made), {"cuts": 3}
     (decode if problem.call == "decode" else extend)(
         _tensor(problem, T, H_q, problem.dims[0]), *caches, **_tables(problem),
         page_size=problem.page_size, hnd=False, causal=problem.mask == "", scale=0.1,
         softcap=problem.softcap, key=new[0], value=new[1], kv_dtype=problem.kv_dtype, kv_scales=problem.kv_scales,
-        k_scale=scales[0], v_scale=scales[1], lse=torch.empty(T, H_q),
-        out=torch.empty(T, H_q, problem.dims[1], dtype=getattr(torch, problem.dtype)), **more,
+        k_scale=scales[0], v_scale=scales[1], out=made[0], lse=made[1], **more,
     )  # fmt: skip
 
 
@@ -504,7 +507,7 @@ def _no_further() -> None:
 
 _CALLS = {"latent": _latent, "extend": _paged, "decode": _paged, "sage": _sage, "sparse": _sparse, "chosen": _chosen}
 _CALLS |= {"gdn": _linear, "kda": _linear, "write": _write_and_merge, "dsa": _dsa}
-_CALLS |= {"dequantise": _dequantise}
+_CALLS |= {"dequantise": _dequantise, "ranges": _paged}
 
 
 def call(problem: Problem) -> None:

@@ -307,6 +307,12 @@ def test_parts_of_uniform_batches_on_a_large_device(sequences: int, keys: int, p
     assert parts_for(8 * sequences, -(-keys // 64), 132, 2) == parts
 
 
+def test_wide_parts_are_fewer_where_merging_them_takes_longer() -> None:
+    """A group of 12 heads of 128 over a window of 29 tiles: one program merges 29 parts in 8 us, of 4 rows in 2."""
+    assert parts_for(2, 29, 132, 2, cells=4 * 128) == 29
+    assert parts_for(2, 29, 132, 2, cells=16 * 128) == 15
+
+
 def test_no_part_is_empty() -> None:
     for programs, blocks in itertools.product((1, 7, 140, 300, 5000), (1, 2, 13, 100)):
         parts = parts_for(programs, blocks, 132, 3)

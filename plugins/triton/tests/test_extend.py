@@ -14,6 +14,7 @@ from polyattn.semantics.reference import paged_attention, verify_mask
 from polyattn.testing.families.cached import in_tables
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton.kernels.extend import Config, _boxes, _chosen, config_for, extend
+from polyattn_triton.kernels.merge import merge
 
 MIXED = ((3, 17), (1, 20), (0, 9), (11, 45), (2, 0))
 """(queries, keys): new tokens after a prefix, a decode, no queries, several tiles, padding."""
@@ -95,7 +96,7 @@ def hnd(tensor, yes):
 def check(
     lens=MIXED, page_size=5, heads=(4, 2), widths=(16, 16), dtype=torch.float32, config=None, layout="NHD",
     kv=("auto", ""), new_rows=False, causal=True, window=(-1, -1), chunk=0, softcap=0.0, sinks=None, attn_mask=None,
-    tree=False, scale=0.3, with_lse=True, unread=0,
+    tree=False, scale=0.3, with_lse=True, unread=0, cuts=0,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(7)
     H_q, H_kv = heads
@@ -146,12 +147,18 @@ def check(
     out = torch.full((T_q, H_q, widths[1]), float("nan"), dtype=dtype)
     lse = torch.full((T_q, H_q), float("nan")) if with_lse else None
     before = [codes.contiguous().view(torch.uint8).clone() for codes in caches]
+    whole, given = (out, lse, sinks), given | {"out": out, "lse": lse}
+    if cuts:
+        outs, lses = (torch.full((cuts, *x.shape), float("nan")) for x in (out, torch.empty(T_q, H_q)))
+        given |= {"out": outs, "lse": lses, "sinks": None, "cuts": cuts}
     extend(
         query, *(hnd(codes, is_hnd) for codes in caches), **in_tables(page_table=pools.page_table, **tables,
         max_seqlen_q=max(q for q, _ in lens), max_seqlen_k=max(k for _, k in lens), page_size=page_size, hnd=is_hnd,
         causal=causal, **given, tree=tree, key=new[0], value=new[1], kv_dtype=kv[0], kv_scales=kv[1],
-        k_scale=hnd(pools.scales[0], is_hnd), v_scale=hnd(pools.scales[1], is_hnd), out=out, lse=lse, config=config),
+        k_scale=hnd(pools.scales[0], is_hnd), v_scale=hnd(pools.scales[1], is_hnd), config=config),
     )  # fmt: skip
+    if cuts:
+        merge(outs, lses, sinks=whole[2], out=whole[0], lse=whole[1])
     for codes, old in zip(caches, before, strict=True):
         assert torch.equal(codes.contiguous().view(torch.uint8), old)
     error = (out.float() - expected.float()).norm() / expected.float().norm()
@@ -287,6 +294,32 @@ def test_s9_quantised_caches_in_bfloat16(kv):
 ])  # fmt: skip
 def test_s9_new_rows_are_read_where_they_are(config, page_size, rule):
     check(new_rows=True, config=config, page_size=page_size, **rule)
+
+
+RANGED = {
+    "causal": {},
+    "boxes": {"config": BOXES, "page_size": 16},
+    "split, sinks": {"config": SPLIT, "page_size": 16, "sinks": torch.ones(4)},
+    "window, new rows": {"config": SPLIT, "page_size": 16, "window": (20, -1), "new_rows": True},
+    "chunk": {"config": SPLIT, "page_size": 5, "chunk": 30},
+    "both ways": {"window": (30, 3), "causal": False},
+    "new rows": {"new_rows": True, "lens": ((30, 70), (3, 17), (1, 90))},
+    "more queries than keys": {"lens": ((40, 33), (9, 4)), "causal": False},
+    "equal lengths": {"lens": ((20, 90),) * 2, "config": None},
+    "FP8": {"kv": ("fp8_e4m3", "token"), "config": SPLIT, "page_size": 16},
+}
+"""What differs from causal float32 with pages of 5 tokens, for keys in ranges."""
+
+
+@pytest.mark.parametrize("name", RANGED)
+def test_s5_s6_ranges_of_keys_are_parts_of_the_whole(name):
+    """Sinks count once, when the parts are merged; a range without keys weighs nothing."""
+    check(**{"lens": ((20, 90), (0, 9), (3, 40), (2, 0)), "config": SMALL, "cuts": 3, **RANGED[name]})
+
+
+def test_s8_ranges_of_keys_of_a_tree():
+    lens = ((11, 90), (5, 33))
+    check(lens=lens, attn_mask=trees(lens), tree=True, causal=False, config=SPLIT, page_size=16, cuts=3)
 
 
 def test_s9_new_rows_in_a_tree_and_under_a_mask():

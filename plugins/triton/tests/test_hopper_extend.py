@@ -23,6 +23,7 @@ from polyattn.testing.families.cached import in_tables
 from polyattn.testing.tolerances import RELATIVE_L2
 from polyattn_triton import paged, runtime
 from polyattn_triton.hopper import extend as hopper
+from polyattn_triton.kernels import splits
 from polyattn_triton.kernels.merge import merge
 from polyattn_triton.kernels.pools import pools_of
 from polyattn_triton.records.tuned import HOPPER_EXTEND
@@ -311,7 +312,7 @@ def test_a_key_that_is_missing_is_told(emulated: None) -> None:
     ],
 )
 def test_ranges_end_soonest(tiles: int, blocks: int, unit: int, ranges: int) -> None:
-    assert hopper._ranges(132, tiles, blocks, unit) == ranges
+    assert splits.ranges(132, tiles, blocks, unit) == ranges
 
 
 def test_same_bits_whatever_else_is_in_the_batch(emulated: None) -> None:

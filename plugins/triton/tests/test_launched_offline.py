@@ -27,6 +27,7 @@ from .launched_offline import Problem, elsewhere, mistaken_products, wrong_descr
 EVERYWHERE = (
     Problem("extend", (64, 24), queries=64, kv_dtype="fp8_e4m3"),
     Problem("decode", (16, 64), kv_dtype="fp4_e2m1", kv_scales="block16", fresh=True),
+    Problem("ranges", (64, 64), queries=99, page_size=1),
     Problem("latent", (512, 64), heads=(16, 1)),
     Problem("latent", (512, 64), heads=(128, 1), kv_dtype="fp8_e4m3", page_size=64),
     Problem("latent", (24, 16), heads=(16, 1), queries=3, kv_dtype="fp8_e5m2"),
@@ -109,6 +110,15 @@ def _check(target: str, *problems: Problem) -> None:
 @pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942"])
 def test_compilers_take_what_is_launched(target: str) -> None:
     _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()))
+
+
+@pytest.mark.parametrize("dims", [(72, 72), (40, 40), (128, 128)])
+def test_decoded_rows_come_sixteen_bytes_at_a_time(dims: tuple[int, int]) -> None:
+    """Whatever a compiler can know of the stride of a head: 72 and 40 are no multiples of 16."""
+    (launched,) = elsewhere("cuda:90", Problem("decode", dims, heads=(12, 3)))
+    (decode,) = (kernel for kernel in launched if kernel.name == "_decode")
+    assert not decode.wrong
+    assert decode.copies == "async"
 
 
 @pytest.mark.parametrize("queries", [1, 3])

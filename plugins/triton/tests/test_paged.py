@@ -102,6 +102,29 @@ def test_one_long_prefix_is_split_whatever_the_queries(used: list[str]) -> None:
     assert not call.few(device, 8, 2, 4, (100, 100_000))
 
 
+@pytest.mark.parametrize(
+    ("queries", "changed", "kernels"),
+    [
+        (35, {}, ["extend", "merge"]),
+        (35, {"window": (900, -1)}, ["extend", "merge"]),
+        (35, {"window": (60, -1)}, ["decode"]),  # where a window is short, few keys are seen by all queries
+        (20, {}, ["extend", "merge"]),
+        (16, {}, ["decode"]),
+        (20, {"batch_invariant": True}, ["extend"]),
+    ],
+)
+def test_keys_are_cut_where_tiles_of_queries_are_few(
+    used: list[str], monkeypatch: pytest.MonkeyPatch, queries: int, changed: dict[str, Any], kernels: list[str]
+) -> None:
+    monkeypatch.setattr(paged.runtime, "processors", lambda device: 132)
+    request = dataclasses.replace(REQUEST, sinks=True, **changed).normalised()
+    tensors, tables = problem([(queries, 1100)])
+    options = {"sinks": torch.tensor([0.0, 1.0, -torch.inf, 5.0])}
+    found = Paged().bind(request).forward(*tensors, **in_tables(**tables, **options))
+    same(found, reference(tensors, tables, **options, window=request.window))
+    assert used == kernels
+
+
 @pytest.mark.parametrize(("request_", "few"), [(DECODE, True), (REQUEST, False)], ids=["decode", "extend"])
 def test_batch_invariance_chooses_by_the_request_alone(request_: AttentionRequest, few: bool) -> None:
     call = paged._Call(dataclasses.replace(request_, batch_invariant=True))

@@ -1,11 +1,11 @@
 """Family `paged`: the adapter between polyattn's paged calls and the kernels that serve them.
 
 Few queries over many keys go to `kernels.decode`, which splits the keys among the chip; many queries to
-`kernels.extend`. Both read pages where they lie, of any size, NHD and HND, and take every option that the request can
-have. On a Hopper, `hopper.extend` serves what it takes of the latter, and, in ranges of keys that are merged, some of
-the former. Further parts (`kv_parts`) are calls of their
-own, merged by their LSEs: a prefix that several sequences share is read once for all of their queries, and `hopper`
-cuts its keys where their tiles alone would leave processors idle.
+`kernels.extend`, in ranges of keys that are merged where they are not many enough to fill the chip. Both read pages
+where they lie, of any size, NHD and HND, and take every option that the request can have. On a Hopper, `hopper.extend`
+serves what it takes of the latter, in ranges or whole. Further parts (`kv_parts`) are calls of their own, merged by
+their LSEs: a prefix that several sequences share is read once for all of their queries, and `hopper` cuts its keys
+where their tiles alone would leave processors idle.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .hopper import extend as hopper
 from .kernels.decode import Config, decode, items_for
 from .kernels.extend import config_for as extend_config
 from .kernels.extend import extend
+from .kernels.extend import ranges_for as extend_ranges
 from .kernels.merge import merge
 from .kernels.rules import bounds
 from .kernels.splits import Items
@@ -75,37 +76,40 @@ class _Call:
         self.on_hopper = r.platform == "cuda" and hopper.takes(r)
         self.parts_on_hopper = r.platform == "cuda" and not r.batch_invariant and hopper.takes_parts(r)
         self.mask = "" if r.mask == "none" else "tree" if r.tree and r.mask == "bool" else r.mask
+        self.cut_on_hopper = self.on_hopper and not self.mask and r.window[0] < 0
+        # Fewer are a small tile of `decode`; of 8 bits, and under a mask, half a tile of `extend` takes no less.
+        self.small = _FEW // 2 if r.kv_storage == r.dtype and not self.mask else _FEW
 
     # ------------------------------------------------------------------------------------------------ which kernel
 
     def few(self, device: torch.device, sequences: int, heads: int, group: int, longest: tuple[int, int]) -> bool:
         """Whether `decode` is to serve sequences of at most `longest` (queries, keys)."""
-        r, (max_seqlen_q, max_seqlen_k) = self.request, longest
+        r, max_seqlen_q = self.request, longest[0]
         if r.batch_invariant:
             # Must not depend on what else is in the batch.
             return r.s_relation == "one" or r.phase in ("decode", "verify")
-        rows = max_seqlen_q * group
-        programs = sequences * -(-rows // _EXTEND_ROWS) * heads
-        return rows <= _FEW or (2 * programs <= runtime.processors(device) and max_seqlen_k >= _LONG)
+        return max_seqlen_q * group <= _FEW or self._idle(device, sequences, heads, group, longest)
+
+    def _idle(self, device: torch.device, sequences: int, heads: int, group: int, longest: tuple[int, int]) -> bool:
+        """Whether whole tiles of `extend` would leave half a device idle, and keys are enough to share them out."""
+        programs = sequences * -(-longest[0] * group // _EXTEND_ROWS) * heads
+        return 2 * programs <= runtime.processors(device) and longest[1] >= _LONG
 
     def ranges(self, device: torch.device, sequences: int, heads: int, group: int, longest: tuple[int, int]) -> int:
-        """Into how many ranges of keys `hopper.extend` is to cut such sequences; 1: it is not to."""
+        """Into how many ranges the keys of such sequences are cut, for `hopper.extend` or `extend`; 1: they are not."""
         r, (max_seqlen_q, max_seqlen_k) = self.request, longest
-        if not (
-            self.on_hopper
-            and not r.batch_invariant
-            and not self.mask
-            and r.window[0] < 0
-            # Fewer are a small tile of `decode`.
-            and max_seqlen_q * group > _FEW // 2
-            and max_seqlen_k >= _AHEAD * max_seqlen_q
-            and hopper.on_hopper(device)
-        ):
+        reach = r.chunk or r.window[0]
+        span = max_seqlen_k if reach < 0 else min(max_seqlen_k, max_seqlen_q + reach)
+        if r.batch_invariant or max_seqlen_q * group <= self.small or span < _AHEAD * max_seqlen_q:
             return 1
-        dtype = getattr(torch, r.dtype)
-        return hopper.ranges_for(
-            device, dtype, sequences, max_seqlen_q, max_seqlen_k, heads, group, r.head_dim, r.page_size
-        )
+        if self.cut_on_hopper and hopper.on_hopper(device):
+            dtype = getattr(torch, r.dtype)
+            return hopper.ranges_for(
+                device, dtype, sequences, max_seqlen_q, max_seqlen_k, heads, group, r.head_dim, r.page_size
+            )
+        # `decode` would merge all parts of a large tile in one program.
+        idle = self._idle(device, sequences, heads, group, longest)
+        return extend_ranges(device, sequences, max_seqlen_q, span, heads, group) if idle else 1
 
     # ------------------------------------------------------------------------------------------------------ calls
 
@@ -183,13 +187,16 @@ class _Call:
         longest = (tables.max_seqlen_q, tables.max_seqlen_k)
         batch = (query.device, tables.seq_lens.shape[0], heads, query.shape[1] // heads, longest)
         ranges = self.ranges(*batch) if plan is None else 1
-        if ranges > 1 and self._fits_hopper(key_cache, value_cache, tables, given):
-            outs = query.new_empty(ranges, *query.shape, dtype=torch.float32)
+        if ranges > 1:
+            outs = query.new_empty(ranges, *query.shape[:2], r.dims[1], dtype=torch.float32)
             lses = query.new_empty(ranges, *query.shape[:2], dtype=torch.float32)
-            self._extend_on_hopper(
-                query, key_cache, value_cache, tables, causal=self.causal, out=outs, lse=lses, cuts=ranges
-            )
-            merge(outs, lses, sinks=given["sinks"], out=given["out"], lse=given["lse"])
+            cut = {"out": outs, "lse": lses, "cuts": ranges}
+            if self.cut_on_hopper and self._fits_hopper(key_cache, value_cache, tables, given):
+                self._extend_on_hopper(query, key_cache, value_cache, tables, causal=self.causal, **cut)
+            else:
+                cut = given | {"tables": tables, **self.storage, **self.logits, **cut, "sinks": None}
+                extend(query, key_cache, value_cache, **cut)
+            merge(outs, lses, sinks=given.get("sinks"), out=given["out"], lse=given["lse"])
         elif plan is not None or self.few(*batch):
             given |= {"tables": tables, **self.storage, **self.logits}
             given |= {"invariant": r.batch_invariant, "single": self.single}

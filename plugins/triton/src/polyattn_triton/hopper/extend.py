@@ -15,6 +15,7 @@ from polyattn_triton.kernels.choices import EPOCH, chosen
 from polyattn_triton.kernels.pools import Matrix, Memory, Pools, packed_pools, pools_of
 from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rules import LOG2E
+from polyattn_triton.kernels.splits import MOST_RANGES, ranges
 from polyattn_triton.records.tuned import HOPPER_EXTEND
 
 __all__ = [
@@ -36,12 +37,8 @@ _ROWS = 64
 _STEPS = 3
 """Steps of keys that a tile must have for its loads and its epilogue to be hidden: of a window of 128 at D = 64 the
 portable kernel computes 116 TFLOP/s on an H200, this one 85; of one of 1024 at D = 128 333 and 460."""
-_RANGE, _CUTS = 1024, 32
-"""Keys of a range, at least, and the most ranges: each leaves a part to be merged."""
-_BESIDE, _MERGED, _PARTS, _GAIN = 1.5, 2.0, 8, 0.9
-"""In blocks of keys: what a tile takes beside them, what merging takes, parts whose merging takes one more; and what
-share of the time is worth the memory of parts. An estimate from the floors of an H100 (a block of 128 keys and rows
-takes 1.9 us, a launch 4), not a measurement."""
+_RANGE = 1024
+"""Keys of a range of a further part, at least."""
 _COLUMNS = 64
 """Of a box of keys: what 128 bytes hold."""
 
@@ -198,7 +195,7 @@ def cuts_for(device: torch.device, sequences: int, max_seqlen_q: int, max_seqlen
 ) -> int:  # fmt: skip
     """Ranges that the keys of each sequence of a part are cut into, so that its tiles fill the device."""
     tiles = sequences * -(-max_seqlen_q * group // _CONFIGS[head_dim].rows) * heads
-    return max(min(runtime.processors(device) // max(tiles, 1), max_seqlen_k // _RANGE, _CUTS), 1)
+    return max(min(runtime.processors(device) // max(tiles, 1), max_seqlen_k // _RANGE, MOST_RANGES), 1)
 
 
 def ranges_for(
@@ -209,23 +206,7 @@ def ranges_for(
     config = config_for(device, dtype, head_dim, page_size, group)
     unit = page_size // piece_of(page_size, config.keys)
     tiles = sequences * -(-max_seqlen_q * group // config.rows) * heads
-    return _ranges(runtime.processors(device), tiles, -(-max_seqlen_k // config.keys), unit)
-
-
-@functools.lru_cache(maxsize=4096)
-def _ranges(processors: int, tiles: int, blocks: int, unit: int) -> int:
-    """As `ranges_for`, of so many blocks of keys, `unit` at least in a range."""
-    units = max(-(-blocks // unit), 1)
-
-    def estimate(cuts: int) -> float:
-        rounds = -(-tiles * cuts // processors)
-        return rounds * (-(-units // cuts) * unit + _BESIDE) + (cuts > 1) * (_MERGED + cuts / _PARTS)
-
-    best = min(range(1, min(units, _CUTS) + 1), key=estimate, default=1)
-    if estimate(best) > _GAIN * estimate(1):
-        return 1
-    # No more than the longest sequence fills.
-    return -(-units // -(-units // best))
+    return ranges(runtime.processors(device), tiles, -(-max_seqlen_k // config.keys), unit)
 
 
 def _placed(query: Tensor) -> tuple[Tensor, tuple[int, ...]]:

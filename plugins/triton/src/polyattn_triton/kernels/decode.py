@@ -28,7 +28,7 @@ from polyattn_triton.kernels import rules  # before Triton: it decides how that 
 from polyattn_triton.kernels.arguments import MASKS, mask_arguments
 from polyattn_triton.kernels.cached import block_scales, fp4_numbers, least, restored, scales_at, spread
 from polyattn_triton.kernels.choices import EPOCH, architecture, chosen
-from polyattn_triton.kernels.layout import scales_of, strides
+from polyattn_triton.kernels.layout import scales_of, units
 from polyattn_triton.kernels.pairs import IN_PAIRS, as_pairs, native, nvidia, pairs
 from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, fitting, refuse, shared_memory, smaller
 from polyattn_triton.kernels.rounding import cast
@@ -270,7 +270,8 @@ def _combine(
     do_not_specialize=[
         "table_row", "mask_sequence", "mask_head", "mask_row", "left", "right", "chunk",
     ],
-    do_not_specialize_on_alignment=["table", "mask", "lse", "k_scale", "v_scale", "sinks", "outs", "lses"],
+    # Of `outs`, whose rows are loaded and stored 16 bytes at a time where it begins at such a place, there is one kind.
+    do_not_specialize_on_alignment=["table", "mask", "lse", "k_scale", "v_scale", "sinks", "lses"],
 )  # fmt: skip
 def _decode(
     query, k, v, out, lse, table, items, counters, outs, lses, fresh_k, fresh_v, mask, sinks, k_scale, v_scale,
@@ -281,7 +282,7 @@ def _decode(
     NATIVE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     TREE: tl.constexpr, PAIRS: tl.constexpr, TWINS: tl.constexpr,
-    PREFETCH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    PREFETCH: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0)
@@ -340,8 +341,8 @@ def _decode(
         q2 = q
         unit = tl.zeros((M,), tl.float32)
 
-    k += head.to(tl.int64) * k_head
-    v += head.to(tl.int64) * v_head
+    k += head.to(tl.int64) * k_head * UNIT
+    v += head.to(tl.int64) * v_head * UNIT
     if fresh_k is not None:
         fresh_k += start.to(tl.int64) * fresh_k_token + head * fresh_k_head
         fresh_v += start.to(tl.int64) * fresh_v_token + head * fresh_v_head
@@ -365,8 +366,8 @@ def _decode(
             _fetch_pages(table, first + 3 * N, paged, PAGE, N)
         # One tile ahead of the rows that need it.
         page = _page(table, first + N, n, low, paged, PAGE, WHOLE)
-        k_at = cell * k_page + place * k_token
-        v_at = k_at if TWINS else cell * v_page + place * v_token
+        k_at = (cell * k_page + place * k_token) * UNIT
+        v_at = k_at if TWINS else (cell * v_page + place * v_token) * UNIT
         acc, acc2, top, total = _tile(
             q, q2, acc, acc2, top, total, p, unit, j, paged,
             k, v, k_at, v_at,
@@ -519,15 +520,15 @@ def _room(dtype: torch.dtype, bits: int, dims: tuple[int, int], fewest: int, mas
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_for(programs: int, blocks: int, processors: int, resident: int) -> int:
+def parts_for(programs: int, blocks: int, processors: int, resident: int, cells: int = 512) -> int:
     """Parts of the longest sequence, so that a uniform batch ends soonest.
 
     The estimate counts tiles, one after the other on the busiest processor, and was fitted to an H200, where a tile
     takes 1 us at full bandwidth. A lone program reaches 70 % of that. Starting and draining cost 4 us, twice that
-    for programs which share a processor, and every 16 parts that are merged 1 us.
+    for programs which share a processor, and every 8192 numbers that are merged 1 us: 16 parts of 4 rows of 128.
 
     Args:
-        programs: of the batch, were nothing split. blocks: tiles of the longest sequence.
+        programs: of the batch, were nothing split. blocks: tiles of the longest sequence. cells: numbers of a part.
     """
     slots = processors * resident
     if programs >= 4 * slots:
@@ -538,7 +539,7 @@ def parts_for(programs: int, blocks: int, processors: int, resident: int) -> int
         deep = -(-rest // processors)
         longest = -(-blocks // parts) + 0.5  # what a program does beside its tiles
         tiles = (waves * resident + (1.4 if deep == 1 else deep)) * longest
-        return tiles + (4 if not waves and deep == 1 else 8) + (-(-parts // 16) if parts > 1 else 0)
+        return tiles + (4 if not waves and deep == 1 else 8) + (-(-parts * cells // 8192) if parts > 1 else 0)
 
     best = min(range(1, min(blocks, max(2 * processors // max(programs, 1), 8)) + 1), key=estimate, default=1)
     # No more than the longest part asks for.
@@ -563,7 +564,8 @@ def _cut(
     if chunk or window[0] >= 0:
         # Keys that some query of a sequence sees.
         longest = min(longest, max_seqlen_q + (chunk or window[0]))
-    parts = parts_for(columns * sequences, max(-(-longest // config.N), 1), processors, config.resident)
+    cells = min(config.M, power_of_2(rows)) * max(power_of_2(dims[1]), _LEAST)
+    parts = parts_for(columns * sequences, max(-(-longest // config.N), 1), processors, config.resident, cells)
     # Where nothing is to be split, one sequence much longer than the others still is.
     spare = min(processors * config.resident // columns, sequences - 1) if parts == 1 else 0
     shape = Shape(
@@ -665,7 +667,7 @@ def decode(
     k_scale, k_scale_strides = scales_of(k_scale, key_cache, kv_scales, hnd)
     v_scale, v_scale_strides = scales_of(v_scale, value_cache, kv_scales, hnd)
     k, v = as_pairs(key_cache, kind), as_pairs(value_cache, kind)
-    k_strides, v_strides = strides(k, hnd), strides(v, hnd)
+    unit, k_strides, v_strides = units(k, v, hnd)
     masked, attn_mask, mask_strides = mask_arguments(attn_mask)
     planned = plan
     while True:
@@ -693,7 +695,7 @@ def decode(
                     *k_strides, *v_strides,
                     *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
                     *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0), *numbers,
-                    TWINS=k_strides == v_strides, SPLIT=items.count > sequences, **constants,
+                    TWINS=k_strides == v_strides, UNIT=unit, SPLIT=items.count > sequences, **constants,
                 )  # fmt: skip
             return
         except TOO_LARGE as error:

@@ -15,6 +15,7 @@ import functools
 from typing import Any, NamedTuple
 
 from polyattn.contract import PagedTables
+from polyattn_triton import runtime
 from polyattn_triton.kernels import rules  # first: it decides how Triton is imported
 
 import torch  # isort: skip
@@ -52,12 +53,12 @@ from polyattn_triton.kernels.rules import (
     share,
     share_with_sink,
 )
-from polyattn_triton.kernels.splits import power_of_2
+from polyattn_triton.kernels.splits import power_of_2, ranges
 from polyattn_triton.kernels.tiles import parts
 from polyattn_triton.records.tuned import EXTEND
 from polyattn_triton.runtime import device_of
 
-__all__ = ["Config", "config_for", "extend"]
+__all__ = ["Config", "config_for", "extend", "ranges_for"]
 
 
 @triton.jit
@@ -280,6 +281,7 @@ def _blocks(
 @triton.jit(
     do_not_specialize=[
         "mask_sequence", "mask_head", "mask_row", "table_row", "sequences", "tiles", "left", "right", "chunk",
+        "out_part", "lse_part",
     ],
     do_not_specialize_on_alignment=["table", "lens", "starts", "mask", "lse", "k_scale", "v_scale", "sinks"],
 )  # fmt: skip
@@ -288,12 +290,12 @@ def _extend(
     q_token, q_head, out_token, out_head, lse_token, lse_head, k_page, k_token, k_head, v_page, v_token, v_head,
     fresh_k_token, fresh_k_head, fresh_v_token, fresh_v_head, mask_sequence, mask_head, mask_row, mask_key,
     ks_page, ks_token, ks_head, vs_page, vs_token, vs_head, table_row, box_row, box_column, page_rows,
-    sequences, tiles, left, right, chunk, scale, softcap, heads,
+    sequences, tiles, left, right, chunk, scale, softcap, heads, out_part, lse_part,
     GROUP: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, UNIFORM: tl.constexpr,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     TREE: tl.constexpr, FOLD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
-    BOX: tl.constexpr, STAGES: tl.constexpr,
+    BOX: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     number = pid // heads
@@ -326,6 +328,14 @@ def _extend(
     end = end_key(high, s_k, right, RIGHT)
     whole_from = first_key(high, left, chunk, LEFT, CHUNK)
     whole_to = end_key(low, s_k, right, RIGHT)
+    if PARTS:
+        # This program's share of the tile's blocks; of none it leaves zeros.
+        mine, shares = tl.program_id(1), tl.num_programs(1)
+        blocks = tl.cdiv(tl.maximum(end - begin, 0), N)
+        end = tl.minimum(end, begin + blocks * (mine + 1) // shares * N)
+        begin += blocks * mine // shares * N
+        out += mine.to(tl.int64) * out_part
+        lse += mine.to(tl.int64) * lse_part
     fresh_from = s_k
     if fresh_k is not None:
         fresh_from = tl.maximum(s_k - s_q, 0)
@@ -365,6 +375,9 @@ def _extend(
         # Blocks that all rows see are a loop of their own, between those at the ends.
         from_block = tl.cdiv(whole_from, N) * N
         to_block = tl.maximum(whole_to, 0) // N * N
+        if PARTS:
+            from_block = tl.maximum(from_block, begin)
+            to_block = tl.minimum(to_block, end // N * N)
         if from_block >= to_block:
             from_block = begin
             to_block = begin
@@ -381,7 +394,8 @@ def _extend(
                 begin if part == 0 else from_block if part == 1 else to_block if part == 2
                 else tl.maximum(begin, fresh_from),
                 from_block if part == 0 else to_block if part == 1 else paged_end if part == 2 else end,
-                fresh_from if part == 3 else lowest, s_k if part == 3 else fresh_from, whole_from, whole_to, tree_from,
+                fresh_from if part == 3 else lowest, fresh_from if part < 3 else end if PARTS else s_k,
+                whole_from, whole_to, tree_from,
                 k, v, k_page, k_token, v_page, v_token, k_scale, v_scale, ks_page, ks_token, vs_page, vs_token,
                 k_box, v_box, head * box_row, head * box_column, page_rows, table,
                 fresh_k, fresh_v, fresh_k_token, fresh_v_token, fresh_from,
@@ -455,6 +469,8 @@ _MASKED: dict[tuple[str, bool], Config] = {
 }
 
 _INTERPRETED = Config(32, 32, 4, 1)
+_TILE = 128
+"""Rows, and keys: what a launch in ranges is reckoned in (`splits.ranges`)."""
 
 
 def _default(where: str, width: int, itemsize: int, page_size: int, boxes: bool, mask: str, few: bool) -> Config:
@@ -570,6 +586,13 @@ def _boxes(k: torch.Tensor, v: torch.Tensor, hnd: bool, rows: int) -> tuple[Pool
     return pools, [_box(Memory(x.data_ptr(), x.dtype), m, rows, x.shape[3]) for x, m in sides]
 
 
+def ranges_for(device: torch.device, sequences: int, max_seqlen_q: int, longest: int, heads: int, group: int) -> int:
+    """Ranges that the keys of each tile are cut into so that the call ends soonest; 1: they stay whole. longest: keys
+    that the longest sequence's queries see."""
+    tiles = sequences * -(-max_seqlen_q * group // _TILE) * heads
+    return ranges(runtime.processors(device), tiles, -(-longest // _TILE), 1)
+
+
 def _widths(width: int, straight: bool) -> tuple[int, int]:
     """How a head dim is cut. Rows that do not go `straight` from the cache to shared memory, but by way of registers,
     fill whole swizzles of 128 bytes there. Otherwise ptxas 12.8 (in Triton 3.6) takes the place of V for another: it
@@ -602,6 +625,7 @@ def extend(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     config: Config | None = None,
+    cuts: int = 0,
 ) -> None:
     """Attention of packed queries, the last tokens of their sequences, over a paged cache (S9). Waits for nothing.
 
@@ -618,13 +642,16 @@ def extend(
         kv_dtype, kv_scales, k_scale, v_scale: as `AttentionRequest`, and `polyattn.semantics.kv_quant`.
         out: [T_q, H_q, D_v], written. lse: float32 [T_q, H_q], written: natural logarithm, without sinks.
         config: None = the table's.
+        cuts: above 0, the keys that each tile of queries sees are cut into so many ranges: out and lse are float32
+            [cuts, T_q, H_q, D_v] and [cuts, T_q, H_q], a part of each. Without sinks.
     """
+    assert not cuts or (lse is not None and sinks is None)
     T_q, H_q, D = query.shape
     page_table, seq_lens, cu_seqlens_q, max_seqlen_q = tables[:4]
     N, heads = seq_lens.shape[0], key_cache.shape[1 if hnd else 2]
     if not T_q or not N:
         return
-    group, E, optional = H_q // heads, out.shape[2], (attn_mask, kv_scales, k_scale, v_scale)
+    group, E, optional = H_q // heads, out.shape[-1], (attn_mask, kv_scales, k_scale, v_scale)
     masked, attn_mask, mask_strides = mask_arguments(attn_mask)
     mask = MASKS[masked]
     kind = kv_dtype if key_cache.dtype.itemsize == 1 else "auto"
@@ -640,7 +667,7 @@ def extend(
         config = _of_rows(_chosen(*_ask(*asked), EPOCH.value), max_seqlen_q * group)
     uniform = T_q == N * max_seqlen_q
     tiles = -(-max_seqlen_q * group // config.M)
-    grid = ((N * tiles if uniform else T_q * group // config.M + N) * heads,)
+    grid = ((N * tiles if uniform else T_q * group // config.M + N) * heads, max(cuts, 1))
 
     left, right = bounds(causal, window, chunk)
     if kv_dtype == "fp4_e2m1":
@@ -658,18 +685,19 @@ def extend(
             _extend[grid](
                 query, k, v, out, lse, page_table, seq_lens, cu_seqlens_q, key, value, attn_mask, sinks, k_scale,
                 v_scale, k_box, v_box,
-                *query.stride()[:2], *out.stride()[:2], *((0, 0) if lse is None else lse.stride()),
+                *query.stride()[:2], *out.stride()[-3:-1], *((0, 0) if lse is None else lse.stride()[-2:]),
                 *strides(key_cache, hnd), *strides(value_cache, hnd),
                 *((0, 0) if key is None else key.stride()[:2]), *((0, 0) if value is None else value.stride()[:2]),
                 *mask_strides, *k_scale_strides, *v_scale_strides, page_table.stride(0),
                 *((0, 0, 0) if pools is None else (pools.row, pools.column, pools.page_rows)),
                 N, tiles, left, right, chunk, factor, cap, heads,
+                *((out.stride(0), lse.stride(0)) if cuts and lse is not None else (0, 0)),
                 GROUP=group, PAGE=page_size, KIND=kind, SCALES=kv_scales, UNIFORM=uniform,
                 D=D, D1=D1, D2=D2, E=E, E1=E1, E2=E2, LEFT=left >= 0, RIGHT=right >= 0, CHUNK=chunk > 0,
                 SOFTCAP=softcap != 0, MASK=mask, TREE=tree and mask != "",
                 FOLD=softcap == 0 and mask != "additive" and scale > 0,
                 M=config.M, N=config.N, SPLIT=config.split, BOX=pools is not None, STAGES=config.stages,
-                num_warps=config.warps, num_stages=config.stages,
+                PARTS=cuts > 0, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
     except TOO_LARGE as error:
         device, dtype, bits, widths, size, boxed, name, mask_bytes, few, _ = _ask(*asked)
@@ -681,5 +709,5 @@ def extend(
             query, key_cache, value_cache, tables=tables, page_size=page_size, hnd=hnd, causal=causal, window=window,
             chunk=chunk, scale=scale, softcap=softcap, key=key, value=value, attn_mask=attn_mask,
             tree=tree, sinks=sinks, kv_dtype=kv_dtype, kv_scales=kv_scales, k_scale=k_scale, v_scale=v_scale, out=out,
-            lse=lse,
+            lse=lse, cuts=cuts,
         )  # fmt: skip

@@ -5,13 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["scales_of", "strides"]
+__all__ = ["scales_of", "strides", "units"]
 
 
 def strides(cache: Tensor, hnd: bool) -> tuple[int, int, int]:
     """Of pages, places and heads, of a cache or of its scales by token."""
     page, first, second = cache.stride()[:3]
     return (page, second, first) if hnd else (page, first, second)
+
+
+def units(key: Tensor, value: Tensor, hnd: bool) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
+    """(unit, strides of keys, of values in units): of 16 bytes where all are such, else of numbers. Of 72, the stride
+    of a head, a compiler knows no more than that it is no multiple of 16 (`arguments.units_of`), and loads numbers one
+    by one."""
+    unit = 16 // key.itemsize
+    k, v = strides(key, hnd), strides(value, hnd)
+    if any(step % unit for step in (*k, *v)):
+        return 1, k, v
+    return unit, tuple(step // unit for step in k), tuple(step // unit for step in v)  # type: ignore[return-value]
 
 
 def scales_of(

@@ -19,9 +19,7 @@ from polyattn_triton.runtime import device_of
 __all__ = ["merge"]
 
 
-@triton.jit(
-    do_not_specialize=["rows", "parts", "heads", "o_part", "l_part", "l_token", "l_head", "lse_token", "lse_head"]
-)
+@triton.jit(do_not_specialize=["rows", "parts", "heads", "l_part", "l_token", "l_head", "lse_token", "lse_head"])
 def _merge(
     outs, lses, sinks, out, lse, rows, parts, heads, o_part, o_token, o_head, l_part, l_token, l_head,
     out_token, out_head, lse_token, lse_head, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,

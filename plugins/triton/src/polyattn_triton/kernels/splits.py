@@ -8,6 +8,7 @@ fills the chip. Batch-invariant splits follow from the sequence's own length ins
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,7 @@ from polyattn_triton.runtime import device_of
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-__all__ = ["FIELDS", "Allocate", "Items", "Shape", "power_of_2"]
+__all__ = ["FIELDS", "MOST_RANGES", "Allocate", "Items", "Shape", "power_of_2", "ranges"]
 
 FIELDS = tl.constexpr(8)
 """Numbers of an item: sequence (-1: nothing to do), its keys, its first query in the packed batch, its queries, the
@@ -30,6 +31,14 @@ Allocate = Callable[[str, int], Tensor]
 
 SHARES = tl.constexpr(16)
 """Parts of a sequence in batch-invariant splits, where they are neither as short nor as long as a part may be."""
+
+
+MOST_RANGES = 32
+"""Of the keys of a call in ranges: each leaves a part to be merged."""
+_BESIDE, _MERGED, _PARTS, _GAIN = 1.5, 2.0, 8, 0.9
+"""In blocks of keys: what a tile takes beside them, what merging takes, parts whose merging takes one more; and what
+share of the time is worth the memory of parts. An estimate from the floors of an H100 (a block of 128 keys and rows
+takes 1.9 us, a launch 4), not a measurement."""
 
 
 @triton.jit(do_not_specialize=["count", "target", "left", "right", "chunk"])
@@ -108,6 +117,23 @@ def _share_out(
 def power_of_2(n: int) -> int:
     """The next one. Triton's own takes 9 us, several times in a call."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.lru_cache(maxsize=4096)
+def ranges(processors: int, tiles: int, blocks: int, unit: int) -> int:
+    """Ranges of keys that each of so many tiles of rows is cut into so that a launch of extend, one program for a tile
+    and a range, and the merging of its parts end soonest; 1: none. `unit`: blocks of a range, at least."""
+    units = max(-(-blocks // unit), 1)
+
+    def estimate(cuts: int) -> float:
+        rounds = -(-tiles * cuts // processors)
+        return rounds * (-(-units // cuts) * unit + _BESIDE) + (cuts > 1) * (_MERGED + cuts / _PARTS)
+
+    best = min(range(1, min(units, MOST_RANGES) + 1), key=estimate, default=1)
+    if estimate(best) > _GAIN * estimate(1):
+        return 1
+    # No more than the longest sequence fills.
+    return -(-units // -(-units // best))
 
 
 @dataclasses.dataclass(frozen=True)
