@@ -350,7 +350,7 @@ def test_keys_that_no_cache_holds_emulated(
     monkeypatch.setattr(block_sparse, "_launched", counted)
     case.check("cpu")
     heads = case.heads[1]
-    assert len(calls) == 2 * case.batch * len(range(0, heads, -(-heads // 8))) * parts
+    assert len(calls) == 2 * case.batch * len(range(0, heads, -(-heads // 12))) * parts
 
 
 @pytest.mark.parametrize(

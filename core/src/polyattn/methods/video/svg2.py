@@ -34,7 +34,7 @@ _FEW = 4
 """Rounds of k-means that are run without asking whether centroids still move."""
 _LONG = 1 << 26
 """Bytes of queries above which heads take turns: copies in the order of clusters are of some heads at a time."""
-_TURNS = 4
+_TURNS = 2
 _PLANES = 12
 """Planes that tell clusters apart: more than log2 of what is alike among a thousand of them."""
 _DISTANCES = 1 << 26

@@ -41,7 +41,7 @@ of a fifth of 39 MB took 43 ms in one go and 37 in two parts, of 59 MB 56 and 42
 go."""
 _HBM3E = 100 << 30
 """Bytes of memory of a device that has the faster one, at least."""
-_ROUNDS = 8
+_ROUNDS = 12
 """Turns in which heads are taken where keys are: so small is the share of the output that has parts."""
 _MOST_KEYS = 2**26
 """Above any sequence: an entry of `groups.grouped` has 26 bits for the number of a key."""
