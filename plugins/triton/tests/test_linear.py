@@ -207,6 +207,21 @@ def test_chunks_are_the_recurrence_however_fast_channels_decay(method: str, chun
         assert (one - other).norm() <= 1e-4 * other.norm()
 
 
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_a_state_that_is_forgotten_leaves_the_decays_after_it_exact(method: str) -> None:
+    given = inputs(method, LONG)
+    given["gate"][:, 3::20, ::2] = float("-inf")
+    given["gate"][:, 6::20, 1::2] = -1e6
+    leaves = [tensor.requires_grad_() for tensor in given.values() if isinstance(tensor, Tensor)]
+    out, last = both(given)
+    right = polyattn.linear_attention(**given, backend="reference")
+    found, wanted = (torch.autograd.grad(o.sum() + s.sum(), leaves) for o, s in ((out, last), right))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    given["gate"] = given["gate"].detach().clone()
+    given["gate"][:, 5] = float("nan")
+    assert polyattn.linear_attention(**given, backend="triton")[1].isnan().all()
+
+
 @pytest.mark.parametrize("cut", [Cut(16, 4, 3), Cut(32, 4, 3), Cut(64, 4, 2), Cut(32, 4, 2), Cut(64, 8, 2)])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_however_a_state_is_cut_its_columns_are_the_same(method: str, cut: Cut) -> None:
