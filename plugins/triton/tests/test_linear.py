@@ -252,6 +252,16 @@ def test_no_tokens_keep_the_state() -> None:
     assert torch.equal(last, first)
 
 
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_no_sequences_have_gradients_too(method: str) -> None:
+    none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    given = {n: t[:1] if isinstance(t, Tensor) else t for n, t in inputs(method, 0).items()}
+    leaves = [tensor.requires_grad_() for tensor in given.values() if isinstance(tensor, Tensor)]
+    out, last = polyattn.linear_attention(**given, cu_seqlens=none, backend="triton")
+    assert (out.shape, last.shape) == ((1, 0, H_V, D_V), (0, H_V, D, D_V))
+    assert all(not grad.numel() for grad in torch.autograd.grad(out.sum() + last.sum(), leaves))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_that_go_by_way_of_registers_are_multiplied_without_descriptors(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

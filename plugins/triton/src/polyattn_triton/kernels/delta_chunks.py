@@ -356,7 +356,8 @@ def numbers(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int) -> t
     if cu_seqlens is None:
         chunks = triton.cdiv(tokens, chunk)
         return chunks, batch, batch * chunks
-    chunks = tokens // chunk + cu_seqlens.shape[0]
+    # Of no sequences there is none to find: a program would read past the end of cu_seqlens.
+    chunks = tokens // chunk + cu_seqlens.shape[0] if cu_seqlens.shape[0] > 1 else 0
     return chunks, 1, chunks
 
 
