@@ -276,6 +276,16 @@ def test_bad_block_sparse_calls_are_told_while_they_are_compiled(change: dict[st
         ({"key": torch.ones(2, 8, 2, 8)}, "lengths differ"),
         ({"gate": torch.ones(2, 9, 3)}, "gate has the shape"),
         ({"state": torch.ones(1, 4, 8, 6)}, "state has the shape"),
+        ({"dt_bias": torch.ones(4)}, "dt_bias is given without a_log"),
+        ({"gate_bound": -5.0}, "gate_bound is given without a_log"),
+        ({"beta_range": 2}, "beta_range is given without a_log"),
+        ({"a_log": torch.ones(4), "beta_range": 3}, "beta_range=3; 1 or 2 is needed"),
+        ({"a_log": torch.ones(4), "gate_bound": 5.0}, r"gate_bound=5\.0; a number below 0"),
+        ({"a_log": torch.ones(1)}, r"a_log has the shape \(1,\); needed is \(4,\)"),
+        ({"a_log": torch.ones(4), "dt_bias": torch.ones(1)}, r"dt_bias has the shape \(1,\)"),
+        ({"a_log": torch.ones(4), "gate": torch.ones(2, 9, 1)}, "gate has the shape"),
+        ({"a_log": torch.ones(4), "beta": torch.ones(2, 9, 4, dtype=torch.int32)}, r"beta is torch\.int32"),
+        ({"query": torch.ones(2, 9, 2, 0), "key": torch.ones(2, 9, 2, 0), "state": None}, "all at least 1"),
     ],
 )
 def test_bad_linear_calls_are_told_while_they_are_compiled_or_when_they_run(change: Any, says: str) -> None:

@@ -157,6 +157,24 @@ def test_the_state_is_float32(dtype):
     torch.testing.assert_close(out, right.to(dtype), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("name", ["gate", "beta", "a_log"])
+def test_the_state_has_the_dtype_that_the_next_call_takes(name):
+    given = {name: tensor.float() for name, tensor in inputs("gdn").items()} | {"a_log": torch.zeros(H_V)}
+    given[name] = given[name].double()
+    out, state = call(given)
+    assert (out.dtype, state.dtype) == (torch.float32, torch.float32)
+    assert call(given, state=state)[1].dtype == torch.float32
+
+
+def test_no_sequences():
+    none = {name: tensor[:0] for name, tensor in inputs("kda").items()}
+    out, state = call(none, method="kda")
+    assert (out.shape, state.shape) == ((0, S, H_V, D_V), (0, H_V, D, D_V))
+    row, cu = part({name: tensor[:1] for name, tensor in GDN.items()}, slice(0)), torch.zeros(1, dtype=torch.int32)
+    out, state = call(row, cu_seqlens=cu, state_layout="VK")
+    assert (out.shape, state.shape) == ((1, 0, H_V, D_V), (0, H_V, D_V, D))
+
+
 def test_autocast_and_compiled_code():
     given = inputs("gdn", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -226,6 +244,12 @@ CU = torch.tensor([0, S], dtype=torch.int32)
             {"state": STATE.float()},
             r"state is torch\.float32; torch\.float64 is needed beside values of",
         ),
+        (
+            {"query": GDN["query"][..., :0], "key": GDN["key"][..., :0]},
+            "head dims are 0 and 5; both must be at least 1",
+        ),
+        ({"value": GDN["value"][..., :0]}, "head dims are 6 and 0; both must be at least 1"),
+        ({"out": torch.empty_like(GDN["value"]).requires_grad_()}, "out= cannot be used while gradients are wanted"),
         ({"out": torch.empty(1)}, r"out has 1 dimensions \(1,\), 4 are needed"),
         ({"out": torch.empty(B, S, H_V, D_V)}, r"out is \(2, 13, 4, 5\) torch\.float32 on cpu; .* torch\.float64"),
         ({"cu_seqlens": CU}, "cu_seqlens with a batch of 2: lay the sequences behind each other, B = 1"),

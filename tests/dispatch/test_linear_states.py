@@ -196,14 +196,40 @@ def test_what_is_wrong_is_refused(change: dict[str, Any], message: str) -> None:
 
 
 def test_a_pool_is_no_place_for_gradients_and_drafts_are_not_packed() -> None:
-    trained = {**GDN, "query": GDN["query"].clone().requires_grad_()}
-    with pytest.raises(InvalidInputError, match="state_slots cannot be used while gradients are wanted"):
-        polyattn.linear_attention(**trained, **SLOTS)
+    for name in ("query", "key", "value", "gate", "beta", "a_log", "dt_bias", "state"):
+        learned = {**GDN, **raw("gdn"), **SLOTS}
+        trained = {**learned, name: learned[name].clone().requires_grad_()}
+        with pytest.raises(InvalidInputError, match="state_slots cannot be used while gradients are wanted"):
+            polyattn.linear_attention(**trained)
     with torch.no_grad():
-        polyattn.linear_attention(**trained, **SLOTS)
+        polyattn.linear_attention(**trained)
     packed, cu = part(GDN, slice(1)), torch.tensor([0, S], dtype=torch.int32)
     with pytest.raises(InvalidInputError, match=r"every_state with cu_seqlens: give draft tokens as \[N, drafts"):
         polyattn.linear_attention(**packed, cu_seqlens=cu, every_state=True)
+
+
+def test_a_pool_has_memory_of_its_own() -> None:
+    shared = torch.zeros(POOL.numel(), dtype=F64)
+    value = shared[: GDN["value"].numel()].view(GDN["value"].shape)
+    for pool, message in (
+        (POOL[:1].expand(POOL.shape), r"state has strides \(0, .*, so that several places of it are one"),
+        (shared.view(POOL.shape), "state shares memory with another input"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            polyattn.linear_attention(**{**GDN, "value": value}, **{**SLOTS, "state": pool})
+        drafted = {**GDN, "value": value, **SLOTS, "state": pool, "every_state": True}
+        assert polyattn.linear_attention(**drafted)[1].shape == (B, S, H_V, D, D_V)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_no_sequences_leave_a_pool_as_it_is(every: bool) -> None:
+    pool = POOL.clone()
+    none = {**part(GDN, slice(0)), "state": pool, "state_slots": torch.arange(0), "every_state": every}
+    with polyattn.use_backend("reference" if every else None):
+        out, after = polyattn.linear_attention(**none)
+    assert out.shape == (0, S, H_V, D_V)
+    assert torch.equal(pool, POOL)
+    assert after.shape == (0, S, H_V, D, D_V) if every else after is pool
 
 
 def test_steps_of_serving_are_not_compiled() -> None:

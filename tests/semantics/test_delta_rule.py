@@ -66,6 +66,22 @@ def test_a_decay_beyond_every_float_is_a_decay_to_zero(method: str) -> None:
     close(found, gated_delta_rule(**given), 2e-5)
 
 
+@pytest.mark.parametrize("gate", [-1e3, -1e6, -3e38, float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_state_that_is_forgotten_leaves_the_decays_after_it_exact(
+    method: str, dtype: torch.dtype, gate: float
+) -> None:
+    """Sums of log decays keep no more digits than the largest has, and have none of an infinite one."""
+    given = inputs(method, 90, dtype=dtype)
+    given["gate"][:, 3::20, ::2] = gate
+    leaves = {name: t.requires_grad_() for name, t in given.items()}
+    tolerance = 2e-4 if dtype == torch.float32 else 1e-11
+    found, right = chunked_delta_rule(**leaves), gated_delta_rule(**leaves)
+    close(found, right, tolerance)
+    close(*(torch.autograd.grad(o.sin().sum() + s.sum(), list(leaves.values())) for o, s in (found, right)), tolerance)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_are_those_of_the_recurrence(method: str) -> None:
     given = {name: t.requires_grad_() for name, t in inputs(method, 21).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,48 @@ def test_what_cutedsl_would_drop_it_is_not_asked_for() -> None:
         request = AttentionRequest(**{**RAW, "dtype": "bfloat16", "head_dim": 128, **change})
         with pytest.raises(UnsupportedRequestError, match=word):
             what_if(request, platform="cuda:sm90", installed=installed, backend="cutedsl")
+
+
+TRAINED = AttentionRequest(
+    **{**LINEAR, "state_layout": "KV", "dtype": "bfloat16", "head_dim": 128, "grad": ("query", "key", "value")}
+)
+
+
+@pytest.mark.parametrize("triton", ["3.4.0", "3.6.0", "3.7.0"])
+def test_gradients_of_gdn_on_hopper_need_another_triton(triton: str) -> None:
+    fla = "flash-linear-attention==0.6.0"
+
+    def chosen(request: AttentionRequest, version: str, arch: str = "sm90") -> str:
+        installed = (fla, f"triton=={version}")
+        return what_if(request, platform=f"cuda:{arch}", installed=installed, backend="fla").backend
+
+    with pytest.raises(UnsupportedRequestError, match=r"triton>=3\.4,<3\.7\.1: .* take Triton 3\.7\.1 or newer"):
+        chosen(TRAINED, triton)
+    assert chosen(TRAINED, "3.3.1") == chosen(TRAINED, "3.7.1") == "fla"
+    for right in (dataclasses.replace(TRAINED, grad=()), dataclasses.replace(TRAINED, method="kda")):
+        assert chosen(right, triton) == "fla"
+    assert chosen(TRAINED, triton, "sm80") == "fla"
+
+
+@pytest.mark.parametrize(("D", "D_v"), [(255, 24), (128, 17), (120, 128)])
+def test_fla_has_gradients_of_whole_sixteens(D: int, D_v: int) -> None:
+    request = dataclasses.replace(TRAINED, method="kda", head_dim=D, v_head_dim=D_v)
+    installed = ("flash-linear-attention==0.6.0", "triton==3.6.0")
+    assert what_if(
+        dataclasses.replace(request, grad=()), platform="cuda:sm90", installed=installed, backend="fla"
+    ).backend == "fla"  # fmt: skip
+    with pytest.raises(UnsupportedRequestError, match="fla, asked for by argument, cannot serve"):
+        what_if(request, platform="cuda:sm90", installed=installed, backend="fla")
+
+
+def test_log_decays_that_fla_would_lose_digits_by_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = fla.library().install(monkeypatch)
+    given = tensors(1, 4)
+    given["gate"][:, 1:3, :2] = torch.tensor([-1e6, float("-inf")]).bfloat16()
+    run(FLA, LINEAR, given)
+    assert library.calls[-1].given["g"].amin() == -104
+    assert library.calls[-1].given["g"].dtype == torch.bfloat16
+    assert torch.equal(library.calls[-1].given["g"][:, ::3], given["gate"][:, ::3])
 
 
 @pytest.mark.parametrize(

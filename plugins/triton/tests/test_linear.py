@@ -207,6 +207,21 @@ def test_chunks_are_the_recurrence_however_fast_channels_decay(method: str, chun
         assert (one - other).norm() <= 1e-4 * other.norm()
 
 
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_a_state_that_is_forgotten_leaves_the_decays_after_it_exact(method: str) -> None:
+    given = inputs(method, LONG)
+    given["gate"][:, 3::20, ::2] = float("-inf")
+    given["gate"][:, 6::20, 1::2] = -1e6
+    leaves = [tensor.requires_grad_() for tensor in given.values() if isinstance(tensor, Tensor)]
+    out, last = both(given)
+    right = polyattn.linear_attention(**given, backend="reference")
+    found, wanted = (torch.autograd.grad(o.sum() + s.sum(), leaves) for o, s in ((out, last), right))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    given["gate"] = given["gate"].detach().clone()
+    given["gate"][:, 5] = float("nan")
+    assert polyattn.linear_attention(**given, backend="triton")[1].isnan().all()
+
+
 @pytest.mark.parametrize("cut", [Cut(16, 4, 3), Cut(32, 4, 3), Cut(64, 4, 2), Cut(32, 4, 2), Cut(64, 8, 2)])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_however_a_state_is_cut_its_columns_are_the_same(method: str, cut: Cut) -> None:
@@ -235,6 +250,16 @@ def test_no_tokens_keep_the_state() -> None:
     out, last = polyattn.linear_attention(**inputs("gdn", 0), state=first, backend="triton")
     assert out.shape == (B, 0, H_V, D_V)
     assert torch.equal(last, first)
+
+
+@pytest.mark.parametrize("method", ["gdn", "kda"])
+def test_no_sequences_have_gradients_too(method: str) -> None:
+    none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    given = {n: t[:1] if isinstance(t, Tensor) else t for n, t in inputs(method, 0).items()}
+    leaves = [tensor.requires_grad_() for tensor in given.values() if isinstance(tensor, Tensor)]
+    out, last = polyattn.linear_attention(**given, cu_seqlens=none, backend="triton")
+    assert (out.shape, last.shape) == ((1, 0, H_V, D_V), (0, H_V, D, D_V))
+    assert all(not grad.numel() for grad in torch.autograd.grad(out.sum() + last.sum(), leaves))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -361,7 +361,7 @@ class LinearForward(Protocol):
         """
         Args:
             query, key: [B, T, H_k, D]; value: [B, T, H_v, D_v].
-            gate: log decay, [B, T, H_v] (GDN) or [B, T, H_v, D] (KDA); beta: [B, T, H_v].
+            gate: log decay, down to -inf, [B, T, H_v] (GDN) or [B, T, H_v, D] (KDA); beta: [B, T, H_v].
             state: fp32 [N, H_v, D, D_v] for state_layout KV, [N, H_v, D_v, D] for VK; None = zeros.
             cu_seqlens: int32 [N+1] with B = 1; out: [B, T, H_v, D_v].
             a_log, dt_bias, gate_bound: given only if request.raw_gates: gate and beta are what S10 computes gates of.

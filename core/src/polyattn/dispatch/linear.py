@@ -79,7 +79,7 @@ def linear_attention(
 
     Returns:
         (out [B, S, H_v, D_v] in the dtype of value, the state after the last token, fp32). With state_slots the second
-        is the pool, with every_state all states, [B, S, H_v, D, D_v]. Both are fp64 where inputs are.
+        is the pool, with every_state all states, [B, S, H_v, D, D_v]. The state is fp64 where values are.
 
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.

@@ -41,6 +41,9 @@ class GatherStates(Lowering):
         ) -> tuple[Tensor, Tensor]:
             slots, kept = state_slots.long().clamp(min=0), state_slots >= 0
             before = state[slots]
+            if not len(slots):  # nobody whose slot the others could write
+                out, last = run(query, key, value, state=before, **given)
+                return out, state if writes else last
             out, last = run(query, key, value, state=before, **given)
             tokens, cu_seqlens = kept[:, None], given.get("cu_seqlens")
             if cu_seqlens is not None:

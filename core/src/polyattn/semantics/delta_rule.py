@@ -8,7 +8,8 @@ from j to i, `sum_d x_id y_jd exp(G_id - G_jd)`:
     o_i  = scale * ((q_i e^G_i) S + sum over j <= i of <q_i, k_j> V'_j)
     S   <- e^G_C S + (k e^(G_C - G))^T V'
 
-No exponent is above zero, so that nothing overflows however fast a channel decays. It is the recurrence of
+No exponent is above zero, so that nothing overflows however fast a channel decays. A decay that is 0 has a logarithm
+that sums cannot be made of, and takes the least one that is 0 in its place: `held_back`. It is the recurrence of
 `reference.gated_delta_rule`, in another order of operations.
 """
 
@@ -23,6 +24,8 @@ from torch import Tensor
 
 __all__ = ["by_length", "chunked_delta_rule"]
 
+LEAST = {torch.float32: -104.0, torch.float64: -746.0}
+"""Log decays whose exponential is 0 in a dtype."""
 CHUNK = {3: 64, 4: 16}
 """Tokens of a chunk by the rank of the gates: with a decay for each channel <i, j> is no product of matrices."""
 
@@ -47,11 +50,10 @@ def chunked_delta_rule(
             each channel.
 
     Returns:
-        (out in the dtype of value, the state after the last token [N, H_v, D, D_v], float32, or float64 where an input
-        is).
+        (out in the dtype of value, the state after the last token [N, H_v, D, D_v], float32, or float64 where values
+        are).
     """
-    given = (query, key, value, gate, beta)
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     heads, (D, D_v) = value.shape[2], (query.shape[-1], value.shape[-1])
     count = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -59,7 +61,7 @@ def chunked_delta_rule(
         state = torch.zeros(count, heads, D, D_v, dtype=dtype, device=value.device)
     size = chunk or CHUNK[gate.ndim]
     # Gates in the shape of keys: a decay for each channel, or one for all.
-    rows = (query, key, value, gate if gate.ndim == 4 else gate[..., None], beta[..., None])
+    rows = (query, key, value, held_back(gate if gate.ndim == 4 else gate[..., None], dtype), beta[..., None])
     if cu_seqlens is None:
         found, last = _rule(rows, state, factor, size, dtype)
     else:
@@ -76,6 +78,15 @@ def chunked_delta_rule(
         last = torch.cat(lasts)[torch.cat(numbers).argsort()] if lasts else state.to(dtype)
     result = found.to(value.dtype)
     return (result if out is None else out.copy_(result)), last
+
+
+def held_back(gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """Log decays of which sums and differences can be made: those whose decay is 0 in float32 or float64 are the same.
+
+    The difference of two sums is as exact as their size allows: with -1e6 among the gates, which is as good as -inf, it
+    is off by 0.06, and with -inf it is no number.
+    """
+    return gate.to(dtype).clamp(min=LEAST[dtype])
 
 
 def by_length(starts: list[int], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

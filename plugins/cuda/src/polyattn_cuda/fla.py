@@ -2,18 +2,20 @@
 
 From its sources (fla-core 0.6.0): gates are log decays in any dtype; value heads may be a multiple of the others. A
 state is [N, H_v, D, D_v], or with `state_v_first` [N, H_v, D_v, D], read as it is and never written. The chunk kernels
-take gates that are computed already, those of single tokens compute them too. Their autograd functions give the
-gradients of every tensor. What a kernel takes as `cu_seqlens` is int64, and the host reads it.
+take gates that are computed already, and add them up; those of single tokens compute them too. Their autograd functions
+give the gradients of every tensor. What a kernel takes as `cu_seqlens` is int64, and the host reads it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from polyattn.adapters import load
 from polyattn.contract import AttentionRequest, Bound
+from polyattn.semantics.delta_rule import LEAST
 
 from .records.linear import FLA_LIBRARY
 
@@ -76,6 +78,8 @@ class FLA:
             learned: dict[str, Any] = {}
             if a_log is not None:
                 learned = {"A_log": a_log, "dt_bias": None if dt_bias is None else dt_bias.flatten()}
+            if not recurrent:  # FLA_WIPED
+                gate = gate.clamp(min=LEAST[torch.float32])
             starts = None if cu_seqlens is None else cu_seqlens.long()
             result, last = kernel(
                 query, key, value, g=gate, beta=beta, initial_state=state, cu_seqlens=starts, **fixed, **learned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def library() -> Library:
     @lib.function(GDN, f"{GDN}.chunk_gated_delta_rule")
     def chunk_gated_delta_rule(**a: Any) -> Any:
         assert a["q"].dtype != torch.float32, "products are of TF32"
-        return _attend(**a)
+        return _in_chunks(**a)
 
     @lib.function(GDN, f"{GDN}.fused_recurrent_gated_delta_rule")
     def fused_recurrent_gated_delta_rule(gk: None, gv: None, **a: Any) -> Any:
@@ -40,7 +41,7 @@ def library() -> Library:
         assert not a["use_gate_in_kernel"]
         assert a["beta"].shape == v.shape[:3]
         assert a["lower_bound"] is None
-        return _attend(**a)
+        return _in_chunks(**a)
 
     @lib.function(KDA, f"{KDA}.fused_recurrent_kda")
     def fused_recurrent_kda(**a: Any) -> Any:
@@ -48,6 +49,13 @@ def library() -> Library:
         return _without_backward(_attend(**a))
 
     return lib
+
+
+def _in_chunks(**a: Any) -> tuple[Tensor, Tensor | None]:
+    """Log decays are added up: with one of -inf nothing is a number."""
+    out, last = _attend(**a)
+    lost = torch.where(a["g"].isinf().any(), math.nan, 1.0)
+    return out * lost, None if last is None else last * lost
 
 
 def _without_backward(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

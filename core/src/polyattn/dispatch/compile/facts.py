@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ...semantics.validation import local_only
+from ...semantics.validation import LinearOptions, local_only
 from ..call_key import LARGE, Added, Static
 
 __all__ = [
@@ -67,6 +67,14 @@ def constants(static: Static) -> tuple[Any, ...]:
         *(static.layout, fixed_number(static.dropout_p), static.return_lse, static.deterministic),
         *(fixed_int(static.chunk), static.role, static.batch_invariant),
     )
+
+
+def gate_facts(options: LinearOptions, *tensors: Any) -> tuple[LinearOptions, tuple[Any, ...]]:
+    """The options with their numbers fixed, and what `check_traced_gates` looks at: of query, value, gate, beta, a_log
+    and dt_bias."""
+    options = options._replace(gate_bound=fixed_number(options.gate_bound), beta_range=fixed_int(options.beta_range))
+    said = [None if t is None else (t.dtype, fixed(*t.shape[2 * (n < 4) :])) for n, t in enumerate(tensors)]
+    return options, tuple(said)
 
 
 def fixed_int(number: Any) -> Any:

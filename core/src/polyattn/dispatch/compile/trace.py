@@ -31,13 +31,13 @@ from ...selection import overrides
 from ...semantics.block_maps import block_shape_of, check_one_given, check_starts_given, lists_of
 from ...semantics.linear_gates import computed_gates
 from ...semantics.reference import unit_rows
-from ...semantics.validation import FLOATS, LinearOptions, check_words
+from ...semantics.validation import FLOATS, LinearOptions, check_traced_gates
 from ..binding import Chosen, choose
 from ..call_key import NOTHING, Added, CallKey, Static, request_of, runner
 from ..device_facts import transform_around
 from . import custom_ops as _ops  # noqa: F401 - that they are registered
 from .errors import raising, refuse_derivatives
-from .facts import TensorFacts, added_facts, constants, fixed, fixed_int, map_fits, mask_fits, tensor_facts
+from .facts import TensorFacts, added_facts, constants, fixed, fixed_int, gate_facts, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
 __all__ = ["MAKERS", "Blocks", "publish", "trace_block_sparse", "trace_dense", "trace_linear", "trace_varlen", "traced"]
@@ -218,8 +218,10 @@ def trace_linear(
     """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. more: raw
     gates, which are computed in the graph, and what steps of serving have, which are not compiled."""
     _check_ranks(query, key, value, 4)
+    raw = (given["gate"], given["beta"], more["a_log"], more["dt_bias"])
+    options, facts = gate_facts(options, query, value, *raw)
+    getattr(_plans, _plan("gates", facts, tuple(options), EPOCH.token))()
     if more["a_log"] is not None:
-        raw = (given["gate"], given["beta"], more["a_log"], more["dt_bias"])
         gates = computed_gates(*raw, gate_bound=options.gate_bound, beta_range=options.beta_range)
         given = {**given, **dict(zip(("gate", "beta"), gates, strict=True))}
     gate, beta, state, cu_seqlens = given["gate"], given["beta"], given["state"], given["cu_seqlens"]
@@ -242,7 +244,12 @@ def _refuse_ranks(query: int, key: int, value: int, rank: int, around: str) -> s
     raise InvalidInputError(f"query, key and value have {query}, {key} and {value} dimensions; {rank} are needed")
 
 
-MAKERS: dict[str, Callable[..., str]] = {"ranks": _refuse_ranks}
+def _gates(said: tuple[Any, ...], options: tuple[Any, ...], around: str) -> str:
+    check_traced_gates(said, LinearOptions(*options))
+    return publish(lambda: None)
+
+
+MAKERS: dict[str, Callable[..., str]] = {"ranks": _refuse_ranks, "gates": _gates}
 """What makes a plan that is none of a family, by name."""
 
 
@@ -330,19 +337,18 @@ def _block_sparse_fields(call: _Call) -> dict[str, Any]:
 
 
 def _linear_fields(call: _Call) -> dict[str, Any]:
-    method, state_layout, qk_norm, trains, lengths, serves = call.given
-    check_words(method, state_layout, qk_norm)
+    method, state_layout, _, trains, lengths, serves = call.given
     if serves:
         raise UnsupportedRequestError(
             "linear_attention with state_slots, parents or every_state is not compiled: it is a step of serving. Call "
             "it outside torch.compile, or give one state for each sequence"
         )
-    (h, h_k, h_v), (d, dk, _) = call.heads, call.dims
+    (h, h_k, h_v), (d, dk, d_v) = call.heads, call.dims
     lengths = "differ" if "differ" in (lengths, call.lengths) else "agree"
-    if lengths == "differ" or h != h_k or d != dk or not h or h_v % h:
+    if lengths == "differ" or h != h_k or d != dk or not h or h_v % h or not d or not d_v:
         raise InvalidInputError(
-            "query and key must be [B, S, H, D] and value [B, S, H_v, D_v] with H_v a multiple of H; heads "
-            f"{call.heads}, head dims {call.dims}, batches and lengths {lengths}"
+            "query and key must be [B, S, H, D] and value [B, S, H_v, D_v] with H_v a multiple of H, all at least 1; "
+            f"heads {call.heads}, head dims {call.dims}, batches and lengths {lengths}"
         )
     phase = "decode" if call.relation == "one" else "prefill"
     fields: dict[str, Any] = {"method": method, "state_layout": state_layout, "phase": phase}

@@ -1,4 +1,4 @@
-"""The definition of the gated delta rules: token by token, in float32, or float64 where an input is float64.
+"""The definition of the gated delta rules: token by token, in float32, or float64 where values are float64.
 
 For each value head, with the state S [D, D_v] and the log decay g:
 
@@ -58,7 +58,7 @@ def gated_delta_rule(
         that after each token, [B, S, H_v, D, D_v].
     """
     given = (query, key, value, gate, beta)
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     group = value.shape[2] // query.shape[2]
     q, k, v, g, b = (t.to(dtype) for t in given)
@@ -73,8 +73,11 @@ def gated_delta_rule(
         found, after = _recur(q[at] * factor, k[at], v[at], decay[at], b[at], first[number], before)
         outs.append(found)
         states.append(torch.stack(after[1:]) if every_state else after[-1])
-    whole = torch.stack(outs) if cu_seqlens is None else torch.cat(outs)[None]
-    last_states = torch.stack(states)
+    if not sequences:
+        whole, last_states = v * 1.0, first[:, None].expand(-1, v.shape[1], -1, -1, -1) if every_state else first
+    else:
+        whole = torch.stack(outs) if cu_seqlens is None else torch.cat(outs)[None]
+        last_states = torch.stack(states)
     result = whole.to(value.dtype)
     result = result if out is None else out.copy_(result)
     return result, last_states if state_layout == "KV" else last_states.mT.contiguous()

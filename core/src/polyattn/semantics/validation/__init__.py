@@ -9,7 +9,7 @@ from ...contract.overlap import shares_memory
 from .common import check_alibi, check_out
 from .dense import check_dense
 from .kv_parts import check_kv_parts
-from .linear import LinearOptions, check_linear, check_words
+from .linear import LinearOptions, check_linear, check_traced_gates, check_words
 from .mla import check_mla, check_token_indices
 from .paged import check_new_keys, check_page_table, check_paged, check_serving_options
 from .statics import LAYOUTS, check_statics
@@ -53,6 +53,7 @@ __all__ = [
     "check_storage",
     "check_tensor",
     "check_token_indices",
+    "check_traced_gates",
     "check_tree",
     "check_varlen",
     "check_words",

@@ -164,7 +164,7 @@ def check_out(
 
     Args:
         shape: the one that the output has.
-        inputs, optional: tensors of which none may want a gradient.
+        inputs, optional: tensors of which none may want a gradient, nor may `out`.
 
     Raises:
         InvalidInputError: names what is wrong, its value and what is allowed.
@@ -183,7 +183,7 @@ def check_out(
             f"out has several elements in one place (strides {tuple(out.stride())} of {shape}), as an expanded tensor "
             f"has; pass a tensor with memory for each"
         )
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *optional)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, *inputs, *optional)):
         raise InvalidInputError("out= cannot be used while gradients are wanted; drop it, or run under torch.no_grad()")
     if any(shares_memory(out, t) for t in inputs):
         raise InvalidInputError("out shares memory with an input; pass a tensor of its own")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...contract import scalars
+from ...contract.overlap import shares_memory
 from ...errors import InvalidInputError, did_you_mean
 from .common import check_out
-from .tensors import FLOATS, check_tensor, contents_readable
+from .tensors import FLOATS, check_tensor, contents_readable, overlaps_itself
 from .varlen import check_cu_seqlens
 
 METHODS = ("gdn", "kda")
@@ -91,22 +92,21 @@ def check_linear(
     _shape("value", value, (B, S, H_v, D_v), "[B, S, H_v, D_v], B and S those of the query")
     if not H or not H_v or H_v % H:
         raise InvalidInputError(f"value has {H_v} heads, query and key {H}; a multiple of theirs is needed")
+    if not D or not D_v:
+        raise InvalidInputError(f"head dims are {D} and {D_v}; both must be at least 1")
     if not query.dtype == key.dtype == value.dtype or query.dtype not in FLOATS:
         raise InvalidInputError(
             f"query is {query.dtype}, key {key.dtype}, value {value.dtype}; one of float32, float16, bfloat16 and "
             "float64 is needed: cast them, or use autocast"
         )
-    by_channel = options.method == "kda"
-    gates = (B, S, H_v, D) if by_channel else (B, S, H_v)
-    _beside(query, "gate", gate, gates, "[B, S, H_v, D]" if by_channel else "[B, S, H_v]")
-    _beside(query, "beta", beta, (B, S, H_v), "[B, S, H_v]")
+    check_gates(query, value, gate, beta, a_log, dt_bias, options)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.device != query.device:
             raise InvalidInputError(f"{name} is on {tensor.device}, query on {query.device}; move it")
-    inputs = tuple(t for t in (query, key, value, gate, beta, state) if isinstance(t, Tensor))
+    floats = (query, key, value, gate, beta, state, a_log, dt_bias)
+    inputs = tuple(t for t in floats if isinstance(t, Tensor))
     check_out(out, value, (B, S, H_v, D_v), inputs)
     sequences = B if cu_seqlens is None else _check_packed(cu_seqlens, query)
-    _check_gates(query, gate, a_log, dt_bias, (H_v, D) if by_channel else (H_v,), options)
     if state is not None:
         rows = (D, D_v) if options.state_layout == "KV" else (D_v, D)
         count = state.shape[0] if state_slots is not None and isinstance(state, Tensor) and state.ndim else sequences
@@ -118,12 +118,17 @@ def check_linear(
             raise InvalidInputError(f"state is {state.dtype}; {wanted} is needed beside values of {value.dtype}")
     if state_slots is not None:
         _check_slots(state_slots, state, sequences, query)
+        _check_pool(state, inputs, written=not options.every_state, looked_at=contents_readable(state_slots))
     _check_drafts(query, parents, cu_seqlens, options.every_state)
 
 
-def _check_gates(
-    query: Tensor, gate: Tensor, a_log: Any, dt_bias: Any, widths: tuple[int, ...], options: LinearOptions
-) -> None:
+def check_gates(query: Any, value: Any, gate: Any, beta: Any, a_log: Any, dt_bias: Any, options: LinearOptions) -> None:
+    """Check the gates of a call, raw or not. See `check_linear`."""
+    B, S, _, D = query.shape
+    H_v, by_channel = value.shape[2], options.method == "kda"
+    widths = (H_v, D) if by_channel else (H_v,)
+    _beside(query, "gate", gate, (B, S, *widths), "[B, S, H_v, D]" if by_channel else "[B, S, H_v]")
+    _beside(query, "beta", beta, (B, S, H_v), "[B, S, H_v]")
     if a_log is not None:
         _beside(query, "a_log", a_log, widths[:1], "[H_v]")
         if dt_bias is not None:
@@ -146,15 +151,30 @@ def _check_gates(
         )
 
 
+def check_traced_gates(said: tuple[Any, ...], options: LinearOptions) -> None:
+    """Check the words of a call that is traced, and raw gates: what is computed of them shows nothing of their shapes.
+
+    Args:
+        said: (dtype, sizes) of query, value, gate and beta, without B and S, of a_log and dt_bias; None = not given.
+    """
+    check_words(*options)
+    if said[4:] == (None, None) and not options.gate_bound and options.beta_range == 1:
+        return  # the op looks at its gates itself
+    query, value, gate, beta, a_log, dt_bias = (
+        None if one is None else torch.empty((*(1, 1) * (n < 4), *one[1]), dtype=one[0], device="meta")
+        for n, one in enumerate(said)
+    )
+    try:
+        check_gates(query, value, gate, beta, a_log, dt_bias, options)
+    except InvalidInputError as error:
+        outside = "B and S are told as 1 here. Run the call once outside torch.compile for the exact sizes"
+        raise InvalidInputError(f"{error}. {outside}") from None
+
+
 def _check_slots(state_slots: Any, state: Any, sequences: int, query: Tensor) -> None:
     check_tensor("state_slots", state_slots, 1, "int32 or int64 [N]")
     if state is None:
         raise InvalidInputError("state_slots are given without state; give the pool, [slots, ...]")
-    if any(tensor.requires_grad for tensor in (state, query)) and torch.is_grad_enabled():
-        raise InvalidInputError(
-            "state_slots cannot be used while gradients are wanted, as the pool is written in place: give states "
-            "[N, ...], or call it under torch.no_grad()"
-        )
     if state_slots.dtype not in (torch.int32, torch.int64) or state_slots.device != query.device:
         raise InvalidInputError(f"state_slots is {state_slots.dtype} on {state_slots.device}; integers beside query")
     _shape("state_slots", state_slots, (sequences,), f"[N], N={sequences}")
@@ -166,6 +186,26 @@ def _check_slots(state_slots: Any, state: Any, sequences: int, query: Tensor) ->
             raise InvalidInputError(
                 f"state_slots has {wrong[0]}; the pool has slots 0 to {state.shape[0] - 1}, -1 = none"
             )
+
+
+def _check_pool(state: Tensor, inputs: tuple[Tensor, ...], *, written: bool, looked_at: bool) -> None:
+    if any(tensor.requires_grad for tensor in inputs) and torch.is_grad_enabled():
+        raise InvalidInputError(
+            "state_slots cannot be used while gradients are wanted, as the pool is written in place: give states "
+            "[N, ...], or call it under torch.no_grad()"
+        )
+    if not written:
+        return
+    if overlaps_itself(state):
+        raise InvalidInputError(
+            f"state has strides {state.stride()}, so that several places of it are one, and as a pool it is written; "
+            "give it memory of its own for each: state.contiguous()"
+        )
+    # It is asked as rarely as contents are: an engine's step makes this call for every layer.
+    if looked_at and any(tensor is not state and shares_memory(state, tensor) for tensor in inputs):
+        raise InvalidInputError(
+            "state shares memory with another input, and as a pool it is written; give it memory of its own"
+        )
 
 
 def _check_drafts(query: Tensor, parents: Any, cu_seqlens: Any, every_state: bool) -> None:

@@ -138,7 +138,10 @@ class Linear(Family):
         r, N, (B, T) = case.request, len(case.lengths), self._rows(case)
         tensors: dict[str, Tensor | None] = {n: maker.input(n, *shape) for n, shape in self.shapes(case).items()}
         decays = (B, T, r.heads, *((r.head_dim,) if r.method == "kda" else ()))
-        tensors["gate"] = -maker.uniform(*decays).to(maker.dtype).to(maker.device)
+        gate = -maker.uniform(*decays)
+        # Now and then every second head, or channel of KDA, forgets everything.
+        gate[:, 3::7, ..., ::2] = -math.inf
+        tensors["gate"] = gate.to(maker.dtype).to(maker.device)
         # beta |k|^2 stays small, as with the keys of length one that models have: else the state grows without a bound.
         tensors["beta"] = (maker.uniform(B, T, r.heads) / r.head_dim).to(maker.dtype).to(maker.device)
         state, more = maker.normal(*self._state(case)).to(DTYPES[self._dtype(r)]).to(maker.device), {}

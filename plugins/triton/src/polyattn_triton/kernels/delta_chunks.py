@@ -33,7 +33,7 @@ import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.arguments import known_aligned
 from polyattn_triton.kernels.choices import architecture
-from polyattn_triton.kernels.linear_recurrent import log_decay, sequence, sigmoid
+from polyattn_triton.kernels.linear_recurrent import held_back, log_decay, sequence, sigmoid
 from polyattn_triton.kernels.room import shared_memory
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
@@ -178,6 +178,7 @@ def _prepare(
                     if BIAS:
                         g += tl.load(dt_bias + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
                     g = tl.where(wide, log_decay(g, rate, bound, RAW), 0.0)
+                g = held_back(g)
                 G, end = tl.cumsum(g, 0), tl.sum(g, 0)
                 far += tl.where(i[:, None] == j, tl.sum(q_wide * k_wide, 1)[:, None], 0.0)
                 n_near, pairs, to, back = near_blocks(G, C, W, LEVELS, dtype)
@@ -209,7 +210,7 @@ def _prepare(
                 if BIAS:
                     g += tl.load(dt_bias + h).to(tl.float32)
                 g = tl.where(inside, log_decay(g, rate, bound, RAW), 0.0)
-            G = tl.cumsum(g, 0)
+            G = tl.cumsum(held_back(g), 0)
             decay = tl.exp(tl.where(i[:, None] >= j, G[:, None] - G[None, :], 0.0))
             near, far = near * decay, far * decay
             tl.store(sums + token * heads + h, G, mask=inside)
@@ -355,7 +356,8 @@ def numbers(batch: int, tokens: int, cu_seqlens: Tensor | None, chunk: int) -> t
     if cu_seqlens is None:
         chunks = triton.cdiv(tokens, chunk)
         return chunks, batch, batch * chunks
-    chunks = tokens // chunk + cu_seqlens.shape[0]
+    # Of no sequences there is none to find: a program would read past the end of cu_seqlens.
+    chunks = tokens // chunk + cu_seqlens.shape[0] if cu_seqlens.shape[0] > 1 else 0
     return chunks, 1, chunks
 
 

@@ -35,7 +35,7 @@ from polyattn_triton.kernels.delta_chunks import (
     place,
     through,
 )
-from polyattn_triton.kernels.linear_recurrent import sequence
+from polyattn_triton.kernels.linear_recurrent import held_back, sequence
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import dot
 
@@ -175,7 +175,7 @@ def _collected(
             made = (token[:, None] * heads + h) * D + d[None, :]
             if KDA:
                 g_at = gate + b * g_b + t[:, None] * g_t + h * g_h + d[None, :]
-                g = tl.load(g_at, mask=wide, other=0.0).to(tl.float32)
+                g = held_back(tl.load(g_at, mask=wide, other=0.0).to(tl.float32))
                 G, end = tl.cumsum(g, 0), tl.sum(g, 0)
                 before = tl.exp(G)
                 dq, younger, older = dq * (before * scale), -younger * before, older * tl.exp(end[None, :] - G)

@@ -18,7 +18,7 @@ import triton.language as tl  # isort: skip
 
 from polyattn_triton.kernels.rounding import cast
 
-__all__ = ["log_decay", "recurrent", "sequence", "sigmoid", "unit"]
+__all__ = ["held_back", "log_decay", "recurrent", "sequence", "sigmoid", "unit"]
 
 _TILE = 4096
 """Numbers of a state that a program holds."""
@@ -38,6 +38,12 @@ def log_decay(raw, rate, bound, RAW: tl.constexpr):
         return -rate * (tl.maximum(raw, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw))))
     else:
         return bound * sigmoid(rate * raw)
+
+
+@triton.jit
+def held_back(gate):
+    """A log decay of which sums can be made: one whose decay is 0 is the least that is (`delta_rule.held_back`)."""
+    return tl.where(gate < -104.0, -104.0, gate)  # a NaN stays
 
 
 @triton.jit
