@@ -224,8 +224,9 @@ def _no_scales(layer: AttentionLayer, keep: Keep, scales: str, name: str) -> str
     if scales or name in _SCALES:
         by = scales or _SCALES[name][0]
         raise ConfigError(
-            f"layer {layer.layer_id}: {keep.name} {list(keep.shape)} in {name} has scales by {by}, and rows for all heads other than latent ones have none: keep bytes (uint8) that hold their own scales, or "
-            f"rows by head, shape (H, D)"
+            f"layer {layer.layer_id}: {keep.name} {list(keep.shape)} in {name} has scales by {by}, and rows "
+            "for all heads other than latent ones have none: keep bytes (uint8) that hold their own scales, or rows by "
+            "head, shape (H, D)"
         )
     return ""
 
