@@ -250,6 +250,14 @@ def test_places_that_would_take_the_windows_of_others(place: Place, message: str
         call(*tensors(Place(grid=GRID)), place)
 
 
+def test_explain_reads_a_layer_that_is_a_tensor(write: Write) -> None:
+    """As another rank of a layer over several devices asks, outside of every run."""
+    configure(write(lambda t, layer, h: (1, 1, 1)))
+    place = Place(grid=GRID, step=0, layer=torch.tensor(1))
+    said = polyattn.explain(polyattn.attention, *tensors(place), backend=NAME, place=place)
+    assert [one.request.family for one in said.inner] == ["block_sparse"]
+
+
 FILES: list[tuple[str, str]] = [
     ("", "cannot be read: Expecting value"),
     ("[]", r'holds a list; a mask strategy is a JSON object of "step_layer_head": \[wt, wh, ww\]'),
