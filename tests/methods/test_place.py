@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from polyattn.errors import InvalidInputError
-from polyattn.video import Place
+from polyattn.video import Place, Run
+from polyattn.video import place as at_run
 
 WRONG = [
     ({"grid": (2, 3)}, r"grid=\(2, 3\) must be \(T, H, W\), whole numbers of 1 or more"),
@@ -46,6 +47,23 @@ def test_wrong_values(given: dict[str, Any], message: str) -> None:
 def test_a_tensor_of_several_layers_is_no_number() -> None:
     with pytest.raises(InvalidInputError, match="layer="):
         Place(layer=torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(("layer", "layers"), [(-1, None), (4, 4), (1.5, 4), (True, 4), (torch.nan, 4)])
+def test_a_number_in_a_tensor_is_held_to_the_same(layer: Any, layers: int | None) -> None:
+    """It is read when a method asks: a place of its own is not read when it is made."""
+    place = Place(layer=torch.tensor(layer), layers=layers)
+    with pytest.raises(InvalidInputError, match=f"place: layer=.* from 0, below layers={layers}"):
+        _ = place.layer_number
+    with Run(layers=layers) as run, run.at(grid=(1, 2, 3)), pytest.raises(InvalidInputError, match="place: layer="):
+        at_run(layer=torch.tensor(layer))
+
+
+@pytest.mark.parametrize(("heads", "of"), [((3, 4), 2), ((0, 2), 4), ((5, 4), 1)])
+def test_a_call_has_no_more_heads_than_the_model(heads: tuple[int, int], of: int) -> None:
+    with pytest.raises(InvalidInputError, match=rf"place: heads=.* of a call of {of} heads, which end at"):
+        Place(heads=heads).own_heads(of)
+    assert Place(heads=(2, 4)).own_heads(2) == slice(2, 4)
 
 
 def test_what_it_holds() -> None:

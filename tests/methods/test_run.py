@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,6 +243,24 @@ def test_densities(method: str, options: dict[str, Any], density: float) -> None
         denoise(run, [LocalAttention(backend=method)], steps=1)
     (row,) = run.explain().rows
     assert row.density == pytest.approx(density)
+
+
+@pytest.mark.parametrize("name", ["sliding_tile_attn", NAME])
+def test_the_density_of_some_heads_is_theirs(name: str, tmp_path: Path) -> None:
+    """Other ranks have the others."""
+    path = tmp_path / "strategy.json"
+    found = [1, 1, 3, 1]  # of four heads, tiles along time that each sees
+    path.write_text(json.dumps({f"0_0_{head}": [size, 1, 1] for head, size in enumerate(found)}))
+    windows = {"mask_strategy_file_path": str(path), "skip_time_steps": 0, "sta_tile": [1, 4, 8]}
+    reaches = {"window_tile": [1, 4, 8], "window_reach": [n for size in found for n in (size // 2 * 9, 0, 0)]}
+    polyattn.configure(attention_backend_config={"sliding_tile_attn": windows, NAME: reaches})
+    q = torch.randn(1, 96, 1, 16)
+    with Run(layers=1) as run, run.at(grid=(3, 4, 8), step=0):
+        for head in range(4):
+            polyattn.attention(q, q, q, backend=name, place=place(layer=0, heads=(head, 4)))
+        assert run.explain().rows[0].density == pytest.approx((1 + 3 * (1 / 3)) / 4)
+        polyattn.attention(q, q, q, backend=name, place=place(layer=0, heads=(2, 4)))
+    assert run.explain().rows[0].density == pytest.approx((2 + 3 * (1 / 3)) / 5)
 
 
 @pytest.mark.parametrize("name", ["vmoba_attn", "sla_attn", "sparse_video_gen_2_attn"])

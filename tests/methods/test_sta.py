@@ -206,6 +206,7 @@ WRONG: list[tuple[dict[str, Any], Place, str]] = [
     ({}, Place(grid=GRID, step=4, layer=0), "is for 4 steps, and the run has step 4; give the mask strategy of this"),
     ({}, Place(grid=GRID, step=0, steps=50, layer=0), "is for 4 steps, and the run has 50 steps"),
     ({}, Place(grid=GRID, step=0, layer=2), "is for 2 layers, and this is layer 2"),
+    ({}, Place(grid=GRID, step=0, layer=torch.tensor(2)), "is for 2 layers, and this is layer 2"),
     (
         {},
         Place(grid=GRID, step=0, layer=0, layers=60),
@@ -234,6 +235,27 @@ def test_wrong_places_and_files_of_other_models(
     q, k, v = tensors(Place(grid=GRID))
     with pytest.raises(InvalidInputError, match=f"{NAME}.*{message}"):
         call(q, k, v, place)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (Place(grid=GRID, step=0, layer=torch.tensor(-1)), "layer=.* from 0"),
+        (Place(grid=GRID, step=0, layer=0, heads=(1, HEADS)), "heads=.* which end at 4"),
+    ],
+)
+def test_places_that_would_take_the_windows_of_others(place: Place, message: str, write: Write) -> None:
+    configure(write(lambda t, layer, h: (1, 1, 1)))
+    with pytest.raises(InvalidInputError, match=message):
+        call(*tensors(Place(grid=GRID)), place)
+
+
+def test_explain_reads_a_layer_that_is_a_tensor(write: Write) -> None:
+    """As another rank of a layer over several devices asks, outside of every run."""
+    configure(write(lambda t, layer, h: (1, 1, 1)))
+    place = Place(grid=GRID, step=0, layer=torch.tensor(1))
+    said = polyattn.explain(polyattn.attention, *tensors(place), backend=NAME, place=place)
+    assert [one.request.family for one in said.inner] == ["block_sparse"]
 
 
 FILES: list[tuple[str, str]] = [

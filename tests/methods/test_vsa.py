@@ -224,6 +224,7 @@ WRONG: list[tuple[dict[str, Any], Any, str]] = [
     ),
     ({}, torch.ones(64), r"gate_compress is \[64\]; a tensor"),
     ({}, 1.0, r"gate_compress is float; a tensor"),
+    ({}, torch.ones(1, 1, 1, 1, device="meta"), "gate_compress is on meta, the values on cpu; move them together"),
 ]
 
 

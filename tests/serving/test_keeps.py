@@ -131,7 +131,9 @@ def test_what_a_layer_does_not_say_is_the_pools() -> None:
     pool = pool_of(layer(0), layer(1, Keep("key", "token", (2, 16), "float32")), dtype="int8", scales="head")
     assert [pool.cache(i).kv_scales for i in (0, 1)] == ["head", ""]
     assert [pool.cache(i).kv_dtype for i in (0, 1)] == ["int8", "auto"]
-    with pytest.raises(ConfigError, match="layer 0: a cache in int8 has no scales by block16; allowed: tensor"):
+    with pytest.raises(
+        ConfigError, match="layer 0: a cache in int8 has no scales by block16; allowed: token, tensor, head"
+    ):
         pool_of(layer(0, Keep("key", "token", (2, 16), "int8", "block16")))
 
 

@@ -200,6 +200,16 @@ def test_latent_rows(kind):
     assert pool.cache(0).dynamic == (kind == "fp8_e4m3")
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "int8", "fp4_e2m1"])
+def test_the_usual_scales_keep_rows_that_nobody_gave_a_scale_for(dtype):
+    """As an engine is started by a flag: a static scale of 1 would leave whole numbers of these in int8."""
+    pool, slots = pool_of(kind=(dtype, "")), torch.tensor([9, 10, 21])
+    written = tuple(rows * 0.3 for rows in new_rows(3))
+    pool.write(0, slots, *written)
+    for got, wanted in zip(pool.read(0, slots, torch.float32), written, strict=True):
+        assert (got - wanted).norm() / wanted.norm() <= ERROR[dtype]
+
+
 def test_latent_rows_are_what_latent_attention_reads():
     pool = pool_of(MLA, kind=("fp8_e4m3", ""), dtype=torch.bfloat16)
     rows = torch.randn(7, 576).bfloat16()

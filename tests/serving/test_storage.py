@@ -26,8 +26,10 @@ def test_bytes_of_a_token(layer):
     assert plain == layer.kv_heads * sum(layer.dims) * 2
     assert token_bytes(layer, "bf16") == token_bytes(layer, "fp16") == plain
     for dtype in ("fp8_e4m3", "fp8_e5m2", "int8"):
-        assert 2 * token_bytes(layer, dtype) == 2 * token_bytes(layer, dtype, "head") == plain
+        assert 2 * token_bytes(layer, dtype, "tensor") == 2 * token_bytes(layer, dtype, "head") == plain
         assert token_bytes(layer, dtype, "token") == plain // 2 + layer.kv_heads * 2 * 4
+        usual = "token" if dtype == "int8" else "tensor"
+        assert token_bytes(layer, dtype) == token_bytes(layer, dtype, usual)
     assert token_bytes(layer, "fp4_e2m1") / plain == 0.28125, "half a byte each, and a scale byte for each 16"
 
 
@@ -110,7 +112,7 @@ def test_what_no_cache_has_is_refused(given, message):
         (
             AttentionLayer(4, 4, 1, 40, v_head_dim=32, scale=0.2, latent=True),
             {"dtype": "fp4_e2m1"},
-            r"no format of fp4_e2m1 holds latent rows .* = \(40, 32\); .* or keep this model's cache in its own dtype",
+            r"no format of fp4_e2m1 holds latent rows .* = \(40, 32\); .* of 16\. Keep this model's cache in its own",
         ),
     ],
 )

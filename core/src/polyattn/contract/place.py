@@ -72,10 +72,8 @@ class Place:
             value = getattr(self, name)
             if total is not None and (not scalars.whole(total) or total < 1):
                 raise self._wrong(f"{name}s", "a whole number of 1 or more, or None")
-            if value is None or (name == "layer" and getattr(value, "ndim", -1) == 0):
-                continue
-            if not scalars.whole(value) or not 0 <= value < (total or value + 1):
-                raise self._wrong(name, f"a whole number from 0, below {name}s={total}")
+            if value is not None and not (name == "layer" and getattr(value, "ndim", -1) == 0):
+                self._check_number(name, value, total)
         for name, kinds in (("tensors", Mapping), ("kept", (dict, type(None)))):
             if not isinstance(getattr(self, name), kinds):
                 raise self._wrong(name, "a dict of tensors by name" if name == "tensors" else "a dict, or None")
@@ -84,12 +82,22 @@ class Place:
         if self.role not in (None, "self", "cross"):
             raise self._wrong("role", "'self', 'cross' or None")
 
+    def _check_number(self, name: str, value: Any, total: int | None) -> None:
+        if not scalars.whole(value) or not 0 <= value < (total or value + 1):
+            raise self._wrong(name, f"a whole number from 0, below {name}s={total}")
+
     def _wrong(self, name: str, allowed: str) -> InvalidInputError:
         return InvalidInputError(f"place: {name}={scalars.shown(getattr(self, name))} must be {allowed}")
 
     def own_heads(self, heads: int) -> slice:
-        """Those of a call of `heads` query heads, among all of the model's."""
-        first = 0 if self.heads is None else self.heads[0]
+        """Those of a call of `heads` query heads, among all of the model's.
+
+        Raises:
+            InvalidInputError: the model has fewer.
+        """
+        first, total = self.heads or (0, heads)
+        if first + heads > total:
+            raise self._wrong("heads", f"(first, of how many) of a call of {heads} heads, which end at {first + heads}")
         return slice(first, first + heads)
 
     def all_heads(self, heads: int) -> int:
@@ -106,5 +114,13 @@ class Place:
 
     @property
     def layer_number(self) -> int | None:
-        """`layer` as an int. Of a tensor on a device this waits for the device."""
-        return None if self.layer is None else int(self.layer)
+        """`layer` as an int. Of a tensor on a device this waits for the device.
+
+        Raises:
+            InvalidInputError: the number in a tensor is none of a layer.
+        """
+        if getattr(self.layer, "ndim", -1) != 0:
+            return self.layer  # type: ignore[no-any-return]
+        number = self.layer.item()
+        self._check_number("layer", number, self.layers)
+        return int(number)

@@ -143,8 +143,8 @@ class _Attend:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         place = self._here(query, place)
-        # What is asked leaves nothing in what is kept: tensors there have no contents.
-        place = dataclasses.replace(place, kept=dict(place.kept or {}))
+        # What is asked leaves nothing in what is kept: tensors there have no contents, nor is a number read there.
+        place = dataclasses.replace(place, kept=dict(place.kept or {}), layer=place.layer_number)
         if not self._method.leaves_dense(place):
             self._plan(self._shared(place), self._like(query, key))  # of numbers, so outside of the mode below
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:

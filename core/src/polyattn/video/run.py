@@ -178,17 +178,17 @@ class Run:
         return self._kept.setdefault((layer, branch), {})
 
     def number(self, layer: Any) -> int | None:
-        """The number of a layer as an int. That of a tensor is read once, which waits for its device."""
+        """The number of a layer, not checked. That of a tensor is read once, which waits for its device."""
         if layer is None or getattr(layer, "ndim", -1) != 0:
             return layer  # type: ignore[no-any-return]  # an int, or wrong: `Place` says so
         try:
             version = layer._version
         except (AttributeError, RuntimeError):  # a tensor of inference mode counts no changes
-            return int(layer)
+            return layer.item()  # type: ignore[no-any-return]
         found = self._numbers.get(id(layer))
         if found is None or found[1] != version:
             # The tensor is held, so that no other one gets its id.
-            found = self._numbers[id(layer)] = (layer, version, int(layer))
+            found = self._numbers[id(layer)] = (layer, version, layer.item())
         return found[2]
 
     def told(self, place: Place, method: str, kernels: tuple[str, ...], *, why: str = "", density: Any = None) -> None:

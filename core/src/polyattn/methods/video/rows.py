@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...contract import BlockOps
+from ...errors import InvalidInputError
 from ...registry.device_ops import block_ops
 from ...semantics.validation import has_shapes_only
 
-__all__ = ["Blocks", "best", "kernels_for", "kernels_on", "pooled", "scored", "wants_grad"]
+__all__ = ["Blocks", "best", "check_beside", "kernels_for", "kernels_on", "pooled", "scored", "wants_grad"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +177,18 @@ def pooled(tensor: Tensor, block: int) -> Tensor:
     sizes = (S - torch.arange(blocks, device=tensor.device) * block).clamp(max=block)
     means: Tensor = rows.sum(3) / sizes[:, None]
     return means
+
+
+def check_beside(method: str, name: str, learned: Tensor, values: Tensor) -> None:
+    """Check that what a model learned lies where the values of the call are.
+
+    Raises:
+        InvalidInputError: it lies on another device.
+    """
+    if not has_shapes_only(values) and learned.device != values.device:
+        raise InvalidInputError(
+            f"{method}: {name} is on {learned.device}, the values on {values.device}; move them together"
+        )
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from ...contract import Inner, Like, Place
 from ...errors import ConfigError, InvalidInputError
 from ...semantics.block_maps import visible_keys
 from ...semantics.validation import has_shapes_only
-from .rows import best, kernels_for, pooled, scored, wants_grad
+from .rows import best, check_beside, kernels_for, pooled, scored, wants_grad
 
 __all__ = ["SLA", "SageSLA", "eight_bits", "feature_maps", "sla_reference", "top_blocks"]
 
@@ -137,10 +137,8 @@ class SLA:
                     f"{self.name}: {name} is {found}; a tensor {list(shape)} is needed, D_v={width} being the last "
                     "axis of the values"
                 )
-            if tensor is not None and not has_shapes_only(value) and tensor.device != value.device:
-                raise InvalidInputError(
-                    f"{self.name}: {name} is on {tensor.device}, the values on {value.device}; move them together"
-                )
+            if tensor is not None:
+                check_beside(self.name, name, tensor, value)
         if has_shapes_only(value):  # nothing is computed, and what was learned may be elsewhere
             return value.new_empty(width, width), None
         return weight, bias

@@ -154,7 +154,8 @@ class SlidingTile:
     def density(self, plan: _Plan, place: Place) -> float:
         if self.searches:
             return 1.0
-        windows = self.strategy.windows[self._step(place), self._layer(place)]
+        own = place.own_heads(plan.heads.shape[1])
+        windows = self.strategy.windows[self._step(place), self._layer(place)][own]
         return sum(map(math.prod, windows)) / (len(windows) * plan.cut.count)
 
     def attend(

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...contract import Inner, Like, Place
 from ...errors import ConfigError, InvalidInputError
 from .grids import Triple
-from .rows import best, scored
+from .rows import best, check_beside, scored
 from .tiles import Cut, cut, scale_of, tiles_by_token
 
 __all__ = ["VideoSparse", "tiles_kept", "vsa_reference"]
@@ -106,7 +106,7 @@ class VideoSparse:
         """The weight of the coarse branch, [B|1, H|1, S|1, D_v|1]; None = there is no such branch.
 
         Raises:
-            InvalidInputError: there is no gate, or one of other sizes.
+            InvalidInputError: there is no gate, or one of other sizes or of another device.
         """
         if self.coarse == "off":
             return None
@@ -124,6 +124,7 @@ class VideoSparse:
         if len(sizes) != 4 or any(n not in (1, full) for n, full in zip(sizes, (B, S, H, D), strict=True)):
             shown = list(sizes) if isinstance(gate, Tensor) else type(gate).__name__
             raise InvalidInputError(f"{NAME}: {GATE} is {shown}; a tensor [B, S, H, D] = {[B, S, H, D]} is needed")
+        check_beside(NAME, GATE, gate, value)
         return gate.transpose(1, 2)  # type: ignore[no-any-return]
 
 

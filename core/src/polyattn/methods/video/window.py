@@ -57,6 +57,9 @@ class WindowVideo:
 
     def density(self, plan: _Plan, place: Place) -> float:
         reach, counts = self.reach, plan.tiles.counts
+        if len(reach) > 3:
+            own = place.own_heads(plan.lists[0].shape[1])
+            reach = reach[3 * own.start : 3 * own.stop]
         # Along an axis of n tiles, those at distance d of each other are 2 (n - d) pairs, n where d is 0.
         near = [
             sum((1 + (d > 0)) * (n - d) for d in range(min(r, n - 1) + 1)) / n**2

@@ -45,7 +45,8 @@ _PER_NUMBER = ("tensor", "head", "token")
 _SCALES = {
     "fp8_e4m3": _PER_NUMBER,
     "fp8_e5m2": _PER_NUMBER,
-    "int8": _PER_NUMBER,
+    # A static scale is 1 until somebody sets it, with which these are whole numbers and keep next to nothing.
+    "int8": ("token", "tensor", "head"),
     "fp4_e2m1": ("block16",),
 }
 """Of keys and values, the default first. Latent rows in FP8 hold their own scales: block128."""
@@ -65,8 +66,9 @@ class KVCacheConfig:
         dtype: auto (that of the model) or what `--kv-cache-dtype` takes: bf16, fp16, fp8_e4m3, fp8_e5m2, fp4_e2m1, ...
             Kept as the name that requests use (bfloat16).
         page_size: tokens per page. layout: NHD or HND, see `negotiate_layout`; latent rows have none.
-        scales: granularity of the scales of keys and values, "" = the usual of the dtype: tensor for fp8 and int8
-            (head and token are allowed too), block16 for fp4. Latent rows have those of `kv_quant.LATENT_FORMATS`: in
+        scales: granularity of the scales of keys and values, "" = the usual of the dtype: tensor for fp8, token
+            for int8 (the others of tensor, head and token are allowed too), block16 for fp4. Those by tensor and head
+            are static, and 1 until `KVPool.set_scales`. Latent rows have those of `kv_quant.LATENT_FORMATS`: in
             fp8_e4m3 block128 where their widths allow it, else, and with "tensor", one scale of 1.
 
     Raises:
@@ -220,10 +222,11 @@ def _format(layer: AttentionLayer, keep: Keep, config: KVCacheConfig, dtype: tor
 def _no_scales(layer: AttentionLayer, keep: Keep, scales: str, name: str) -> str:
     """Rows of one's own, such as the keys of an indexer, have the scales that their owner puts into them."""
     if scales or name in _SCALES:
+        by = scales or _SCALES[name][0]
         raise ConfigError(
-            f"layer {layer.layer_id}: {keep.name} {list(keep.shape)} in {name} has scales by {scales or 'tensor'}, and "
-            f"rows for all heads other than latent ones have none: keep bytes (uint8) that hold their own scales, or "
-            f"rows by head, shape (H, D)"
+            f"layer {layer.layer_id}: {keep.name} {list(keep.shape)} in {name} has scales by {by}, and rows "
+            "for all heads other than latent ones have none: keep bytes (uint8) that hold their own scales, or rows by "
+            "head, shape (H, D)"
         )
     return ""
 
@@ -244,10 +247,12 @@ def _latent_scales(layer: AttentionLayer, scales: str, name: str) -> str:
     fitting = [form for form in asked if form.takes(layer.dims)]
     if not fitting:
         how = f" with scales by {scales}" if scales else ""
+        others = [form for form in known if form.takes(layer.dims)]
+        instead = "Leave scales empty for the one that fits, or keep" if others else "Keep"
         raise ConfigError(
             f"layer {layer.layer_id}: no format of {name}{how} holds latent rows of (D_c + D_r, D_c) = {layer.dims}; "
-            f"those of {name}: {'; '.join(map(_described, known))}. Leave scales empty for the one that fits, or keep "
-            "this model's cache in its own dtype (auto)"
+            f"those of {name}: {'; '.join(map(_described, known))}. {instead} this model's cache "
+            "in its own dtype (auto)"
         )
     return fitting[0].kv_scales
 
