@@ -308,9 +308,9 @@ def test_parts_of_uniform_batches_on_a_large_device(sequences: int, keys: int, p
 
 
 def test_wide_parts_are_fewer_where_merging_them_takes_longer() -> None:
-    """A group of 12 heads of 128 over a window of 29 tiles: one program merges 29 parts in 8 us, of 4 rows in 2."""
+    """A group of 12 heads of 128 over a window of 29 tiles, on an H100: 4 parts took 18 us, 8 took 20, 15 took 29."""
     assert parts_for(2, 29, 132, 2, cells=4 * 128) == 29
-    assert parts_for(2, 29, 132, 2, cells=16 * 128) == 15
+    assert parts_for(2, 29, 132, 2, cells=16 * 128) == 5
 
 
 def test_no_part_is_empty() -> None:

@@ -17,6 +17,7 @@ meet no leftovers; what a row sees is decided on its logits.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -525,7 +526,8 @@ def parts_for(programs: int, blocks: int, processors: int, resident: int, cells:
 
     The estimate counts tiles, one after the other on the busiest processor, and was fitted to an H200, where a tile
     takes 1 us at full bandwidth. A lone program reaches 70 % of that. Starting and draining cost 4 us, twice that
-    for programs which share a processor, and every 8192 numbers that are merged 1 us: 16 parts of 4 rows of 128.
+    for programs which share a processor. Merging takes 1 us for 16 parts of 4 rows of 128, and much longer where
+    parts are wide: on an H100 15 parts of 16 such rows took 22 us, 4 of them 4.
 
     Args:
         programs: of the batch, were nothing split. blocks: tiles of the longest sequence. cells: numbers of a part.
@@ -539,7 +541,9 @@ def parts_for(programs: int, blocks: int, processors: int, resident: int, cells:
         deep = -(-rest // processors)
         longest = -(-blocks // parts) + 0.5  # what a program does beside its tiles
         tiles = (waves * resident + (1.4 if deep == 1 else deep)) * longest
-        return tiles + (4 if not waves and deep == 1 else 8) + (-(-parts * cells // 8192) if parts > 1 else 0)
+        return tiles + (4 if not waves and deep == 1 else 8) + (math.ceil(parts * merging) if parts > 1 else 0)
+
+    merging = max(cells / 8192, (cells / 1760) ** 2)
 
     best = min(range(1, min(blocks, max(2 * processors // max(programs, 1), 8)) + 1), key=estimate, default=1)
     # No more than the longest part asks for.
