@@ -1,23 +1,23 @@
 """How good the cost model chooses on a device for rows that it has not seen: random shapes, some of them held out.
 
-    python benchmarks/held_out.py benchmarks/results/random-shapes.json --json benchmarks/results/held-out.json
+    python benchmarks/held_out.py benchmarks/results/random-shapes-71.json benchmarks/results/random-shapes.json \\
+        --json benchmarks/results/held-out.json
     python benchmarks/held_out.py --render FILE     # a result file as the tables of docs/benchmarks.md
 
-The rows are those that `random_shapes.py` timed. The model is made of the tables that plugins ship, and of the rows
-that are not held out: none, those of the other seeds, those of the other families. Each row is asked for in its fine
-buckets of lengths, as a call is. Calls are counted in two ways, in the choice as in the verdict: the time of the
-device, as of a call that is recorded into a graph; that of the device or of the host, whichever is longer, as of calls
-that are issued one by one. Where the run took no host's times, those of the shipped tables count: the middle of a
-backend's in such requests. A row whose choice was not timed has no verdict; one with times that the run's first rounds
-do not agree with is not counted (`sample_table.STEADY`). Nothing runs here, so any machine gives the same figures.
+The rows are those that `random_shapes.py` timed, without what is stale (`sample_table.py`). The model is made of the
+tables that plugins ship, and of the rows that are not held out: none, those of the other seeds, those of the other
+families. Each row is asked for in its fine buckets of lengths, as a call is. Calls are counted in two ways, in the
+choice as in the verdict: the time of the device, as of a call that is recorded into a graph; that of the device or of
+the host, whichever is longer, as of calls that are issued one by one. Where the run took no host's times, those of the
+shipped tables count: the middle of a backend's in such requests. A row whose choice was not timed has no verdict; one
+with times that the run's first rounds do not agree with is not counted (`sample_table.STEADY`). Nothing runs here, so
+any machine gives the same figures.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import random_shapes
@@ -88,8 +88,8 @@ class Timed:
         if times is not None and not self.row.get("host"):
             times = dataclasses.replace(times, host={})
         policy = Policy() if times is None else policy_of(Policy(), request, times)
-        whole = OWN + served_by(select(request, there, policy)).partition("@")[0]
-        return whole if whole in self.row["us"] else parts(whole)[0]
+        name = served_by(select(request, there, policy)).partition("@")[0]
+        return OWN + (name if OWN + name in self.row["us"] else parts(name)[0])
 
 
 def models(rows: Sequence[Timed], same: Callable[[Mapping[str, Any]], str]) -> dict[str, Model | None]:
@@ -154,23 +154,24 @@ def markdown(result: dict[str, Any]) -> str:
     for one in result["rows"]:
         kind = one["installed"], one["counted"], one["held"]
         if one["unsteady"] and kind == (random_shapes.INSTALLED[0], DEVICE, "its seed"):
-            lines.append(f"| {one['row']} | {one['unsteady']} | {one['chosen']} | {one['speed']:.2f} |")
+            speed = "not timed" if one["speed"] is None else f"{one['speed']:.2f}"
+            lines.append(f"| {one['row']} | {one['unsteady']} | {one['chosen']} | {speed} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("result", type=Path, nargs="?", help="a file of random_shapes.py --json")
+    sample_table.results_in(parser)
     args = report.arguments(parser, markdown)
     if args is None:
         return
-    if args.result is None:
-        parser.error("name a result file: python benchmarks/random_shapes.py SHEET --json FILE makes one")
-    result = json.loads(args.result.read_text(encoding="utf-8"))
-    rows = [Timed.of(row) for row in sample_table.timed(result)]
-    if not rows:
-        parser.error(f"{args.result}: no row was timed; run benchmarks/random_shapes.py again")
-    said = {**report.stamp("held-out"), "device": result["machine"], "timed": result["date"]}
+    results = sample_table.results_of(parser, args)
+    rows = [Timed.of(row) for row in sample_table.fresh(results, args.stale)]
+    machines = sorted({result["machine"] for result in results.values()})
+    if len(machines) > 1:
+        parser.error(f"the results are of {' and '.join(machines)}: name those of one device")
+    dates = sorted({result["date"] for result in results.values()})
+    said = {**report.stamp("held-out"), "device": machines[0], "timed": " and ".join(dates)}
     report.finish({**said, "rows": list(verdicts(rows))}, markdown, args.json)
 
 

@@ -17,10 +17,19 @@ from polyattn.tuning.predicted import Model
 from polyattn.tuning.rows import canonical, row_of
 
 ROOT = Path(__file__).parents[2]
-RESULT = json.loads((ROOT / "benchmarks" / "results" / "random-shapes.json").read_text(encoding="utf-8"))
+RESULTS = {
+    name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("random-shapes-71", "random-shapes")
+}
+RESULT = RESULTS["random-shapes"]
 TABLE = ROOT / "plugins" / "cuda" / "src" / "polyattn_cuda" / "measurements" / "nvidia-h100.json"
-STALE = ("random_packed", "random_extend")
-"""Families of RESULT that `triton` has other kernels for since (docs/tuning.md)."""
+STALE = (
+    "random-shapes-71:random_packed",
+    "random-shapes-71:random_extend",
+    "random-shapes:d64 H2 kv2 B6 q99 KV7525 page 1",
+    "random-shapes:d72 H48 kv8 B12 KV11153 page 128 window 306,0",
+)
+"""What `triton` has other kernels for since (docs/tuning.md)."""
 ALL, FEW = "everything here", "Triton and PyTorch"
 
 
@@ -37,7 +46,7 @@ def first(kind: str) -> dict[str, Any]:
 
 
 def test_the_shipped_table_is_of_the_result_file(benchmark: Callable[[str], ModuleType]) -> None:
-    made = benchmark("sample_table").table([RESULT], STALE)
+    made = benchmark("sample_table").table(RESULTS, STALE)
     assert json.loads(TABLE.read_text(encoding="utf-8")) == made, "python benchmarks/sample_table.py writes it"
     assert {row.place.device for row in shipped_samples()} == {RESULT["machine"]}
     assert not {row.place.device for row in shipped_rows()} & {RESULT["machine"]}, "a sample answers no request"
@@ -69,8 +78,12 @@ def test_times_that_the_rounds_do_not_agree_on_are_none(benchmark: Callable[[str
     assert set(found.value["times"]) == set(row["measurement"]["value"]["times"]) - {best}
     assert found.microseconds == min(found.value["times"].values()) == found.value["times"][found.value["backend"]]
     assert module.unsteady({**row, "first": {**row["first"], name: row["us"][name] / 1.2}}) == {}
+    (with_kind,) = row["measurement"]["value"]["by"]
+    mine = f"polyattn/{with_kind}"
+    kept = module.measurement({**row, "first": {**row["first"], mine: row["us"][mine] / 2}})
+    assert "by" not in kept.value, "whose kernels they are is said of times that are there"
     all_odd = {**row, "first": {name: time / 2 for name, time in row["us"].items()}}
-    assert module.table([{"rows": [all_odd]}])["measurements"] == []
+    assert module.table({"odd": {"rows": [all_odd]}})["measurements"] == []
 
 
 def test_of_two_runs_the_later_counts(benchmark: Callable[[str], ModuleType], tmp_path: Path) -> None:
@@ -84,24 +97,33 @@ def test_of_two_runs_the_later_counts(benchmark: Callable[[str], ModuleType], tm
     assert one["date"].startswith("2027")
 
 
-def test_families_with_other_kernels_are_left_out_whole(
+def test_what_has_other_kernels_is_left_out_whole(
     benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A family or a row of one file: the other file may have measured it since."""
     module = benchmark("sample_table")
-    whole, left = (module.table([RESULT], stale)["measurements"] for stale in ((), STALE))
-    gone = [one for one in whole if one not in left]
-    assert {one["key"]["request"].get("phase", one["key"]["request"]["family"]) for one in gone} == {"varlen", "extend"}
-    assert len(gone) == sum(row["family"] in STALE and bool(row.get("measurement")) for row in RESULT["rows"])
-    file = tmp_path / "result.json"
+    whole, left = (module.fresh(RESULTS, stale) for stale in ((), STALE))
+    gone = {(row["model"][:6], row["family"]) for row in whole if row not in left}
+    assert gone == {
+        ("seed 7", "random_packed"),
+        ("seed 7", "random_extend"),
+        ("seed 1", "random_extend"),
+        ("seed 1", "random_decode_windows"),
+    }
+    assert sum(row["family"] == "random_packed" for row in left) == 3, "those of the later run stay"
+    file = tmp_path / "one.json"
     file.write_text(json.dumps(RESULT), encoding="utf-8")
     with pytest.raises(SystemExit):
-        module.main([str(file), f"--out={tmp_path / 'out.json'}", "--stale", "random_packed", "packed"])
-    assert "--stale packed: the families are random_decode, " in capsys.readouterr().err
+        module.main([str(file), f"--out={tmp_path / 'out.json'}", "--stale", "one:random_packed", "random_packed"])
+    assert "--stale random_packed: name a row, or one of the families one:random_decode, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        module.main([f"--out={tmp_path / 'out.json'}"])
+    assert "name a result file: python benchmarks/random_shapes.py" in capsys.readouterr().err
 
 
 def test_the_model_has_not_seen_what_is_held_out(benchmark: Callable[[str], ModuleType]) -> None:
     module = benchmark("held_out")
-    rows = [module.Timed.of(row) for row in RESULT["rows"] if row.get("measurement")]
+    rows = [module.Timed.of(row) for row in benchmark("sample_table").fresh(RESULTS, STALE)]
 
     def seen(model: Model) -> set[tuple[str, Any]]:
         return {(point.text, point.lengths) for group in model.groups.values() for point in group.points}
@@ -110,7 +132,7 @@ def test_the_model_has_not_seen_what_is_held_out(benchmark: Callable[[str], Modu
         key = one.measured.key
         return canonical(key["request"]), (key["batch"], key["q"], key["k"])
 
-    for held, count in (("all", 1), ("its seed", 3), ("its family", len({one.row["family"] for one in rows}))):
+    for held, count in (("all", 1), ("its seed", 5), ("its family", len({one.row["family"] for one in rows}))):
         same = module.HELD[held]
         made = module.models(rows, same)
         assert len(made) == count
@@ -160,12 +182,14 @@ def test_the_tables_say_who_was_chosen_where_it_is_low(benchmark: Callable[[str]
             ("a", "", 1.0),
             ("b", "", 0.5 if (where, counted, held) == (ALL, "the device", "its seed") else None),
             ("c", "triton 1 and 9 us", 0.2),
+            ("d", "triton 9 and 1 us", None),
         )
     ]
     head = {"date": "2026-01-02", "machine": "a CPU", "versions": {"torch": "2"}, "device": "H", "timed": "2026-01-01"}
     said = module.markdown({**head, "rows": rows})
     assert f"| {ALL} | the device | its seed | 2 | 0.707 | 0.50 | 1 | 1 |" in said
     assert f"| {FEW} | device or host | its family | 1 | 1.000 | 1.00 | 0 | 0 |" in said
-    assert said.count("| short: ") == 2
+    assert said.count("| short: ") == 3
     assert "| short: c | triton 1 and 9 us | triton | 0.20 |" in said
+    assert "| short: d | triton 9 and 1 us | triton | not timed |" in said
     assert f"| short: b | {ALL} | the device | its seed | triton | 0.50 |" in said

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from polyattn.bench.measure import Anchors, Clock, Workload, candidates, check, checking, examine, make_inputs, measure
-from polyattn.bench.measure.clock import Time, interleaved
+from polyattn.bench.measure.clock import _ISSUE_CYCLES, _ISSUE_MOST, Time, _until_issued, interleaved
 from polyattn.bench.measure.device_rates import UNITS
 from polyattn.bench.measure.inputs import _sets
 from polyattn.bench.measure.running import estimated, without_folders
@@ -702,6 +702,18 @@ def test_how_often_a_gpu_calls(monkeypatch, recorded, seconds, runs, count):
     took = clock._replays(types.SimpleNamespace(replay=call), 1) if recorded else clock.calls([call])
     assert (len(calls), took.count) == (runs, count)
     assert took.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("count", "host", "cycles"),
+    [
+        (40, 20e-6, 40 * _ISSUE_CYCLES),
+        (5, 1e-3, 5 * 2_500_000),  # a forward with its backward: by the least its last calls would be the host's time
+        (200, 1e-3, _ISSUE_MOST),
+    ],
+)
+def test_a_gpu_waits_until_its_calls_are_issued(count, host, cycles):
+    assert _until_issued(count, host, _ISSUE_CYCLES) == cycles
 
 
 def test_the_device_has_rates():

@@ -45,7 +45,7 @@ _SLOW = 4
 """Backends that always take more than so many times as long as the fastest are left out."""
 _TILE = 64
 _KEPT = 256
-_NONE = (0.0, 0.0)
+_as_text = json.JSONEncoder(sort_keys=True).encode
 _Near = tuple[Sequence["_Point"], Sequence[tuple[float, ...]]]
 """Measurements, and their places."""
 _Placed = tuple[tuple[float, ...], tuple[float, ...], float]
@@ -94,7 +94,7 @@ def _is_rate(value: Any) -> bool:
 
 class _Point(NamedTuple):
     """A measurement. at, flags: its place. base: ln of the time of its group's usual backend over the roofline; beside:
-    of each backend with its ln of the time over that one's."""
+    of each backend, by its number in the group, with its ln of the time over that one's."""
 
     at: tuple[float, ...]
     flags: tuple[float, ...]
@@ -102,15 +102,16 @@ class _Point(NamedTuple):
     device: str
     lengths: Lengths
     base: float
-    beside: Sequence[tuple[str, float]]
+    beside: Sequence[tuple[int, float]]
     rule: str
 
 
 class _Group(NamedTuple):
-    """Measurements that say something of each other. host: microseconds until a call returns, of all backends or, where
-    nobody's was timed, of none. devices: that they are of, in words."""
+    """Measurements that say something of each other. names: of backends. host: microseconds until a call returns, of
+    all backends or, where nobody's was timed, of none. devices: that they are of, in words."""
 
     points: Sequence[_Point]
+    names: Sequence[str]
     host: Mapping[str, float]
     devices: str
 
@@ -177,7 +178,8 @@ class Model:
             enough = len(points) >= _LEAST
             last = math.dist(flags, points[min(_POINTS, len(points)) - 1].flags) if enough else 0.0
             near = [p for p in points if math.dist(flags, p.flags) <= last] if enough else []
-            self._near[key] = near, [p.at for p in near]
+            # Where all that is or is not is the same, sizes alone tell how far they are.
+            self._near[key] = near, [p.at if last else p.at[: len(p.at) - len(flags)] for p in near]
         return self._near[key]
 
     def _predict(self, group: str, request: AttentionRequest, lengths: Lengths, but: str) -> Measured | None:
@@ -185,27 +187,29 @@ class Model:
         points, places = self._candidates(group, flags, but)
         if not points:
             return None
-        offs = list(map(math.dist, places, itertools.repeat(here)))
+        offs = list(map(math.dist, places, itertools.repeat(here[: len(places[0])])))
         order = sorted(range(len(offs)), key=offs.__getitem__)[:_POINTS]
         nearest = offs[order[0]]
         farthest = _FARTHEST if len(points) >= _POINTS else _FARTHEST_OF_FEW
         if nearest > farthest or all(points[i].flags[0] != flags[0] for i in order):
             return None
+        _, names, host, devices = self.groups[group]
         total, base, count = 0.0, 0.0, 0
-        beside: dict[str, tuple[float, float]] = {}
+        # By the numbers of backends: a prediction is made for every new length.
+        above, below = [0.0] * len(names), [0.0] * len(names)
         for i in order:
-            weight, point = math.exp((nearest - offs[i]) / _REACH), points[i]
+            weight = math.exp((nearest - offs[i]) / _REACH)
             if weight < _LIGHT:
                 break
+            point = points[i]
             count += 1
             total += weight
             base += weight * point.base
-            for name, value in point.beside:
-                above, below = beside.get(name, _NONE)
-                beside[name] = (above + weight * value, below + weight)
+            for number, value in point.beside:
+                above[number] += weight * value
+                below[number] += weight
         base = roof + base / total
-        times = {name: math.exp(base + above / below) for name, (above, below) in beside.items()}
-        _, host, devices = self.groups[group]
+        times = {name: math.exp(base + x / y) for name, x, y in zip(names, above, below, strict=True) if y}
         said = f"from {count} measurement{'s' if count > 1 else ''} on {devices}"
         issued = {name: host[name] for name in times if name in host}
         return Measured(lengths, times, "", True, issued, points[order[0]].rule, predicted=said)
@@ -225,6 +229,7 @@ def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
             losses.setdefault(name, []).append(math.log(time / min(times.values())))
     usual = max(losses, key=lambda name: (len(losses[name]), -statistics.median(losses[name])))
     quick = {usual, *(name for times in named for name, time in times.items() if time <= _SLOW * min(times.values()))}
+    numbers = {name: number for number, name in enumerate(sorted(quick))}
     hosts: dict[str, list[float]] = {}
     found = []
     for row, times in zip(rows, named, strict=True):
@@ -246,7 +251,7 @@ def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
                 row.place.device,
                 lengths,
                 math.log(times[usual]) - roof,
-                [(name, math.log(time / times[usual])) for name, time in times.items() if name in quick],
+                [(numbers[name], math.log(time / times[usual])) for name, time in times.items() if name in numbers],
                 _whole(row, row.value.get("rule", "")),
             )
         )
@@ -255,7 +260,7 @@ def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
         # Who was measured only where no host was timed is not taken for one that costs none: it has the others' median.
         usually = statistics.median(host.values())
         host |= {name: usually for name in losses if name not in host}
-    return _Group(found, host, " and ".join(dict.fromkeys(point.device for point in found)))
+    return _Group(found, tuple(numbers), host, " and ".join(dict.fromkeys(point.device for point in found)))
 
 
 def _whole(row: Row, name: str) -> str:
@@ -275,7 +280,7 @@ def _group(key: Mapping[str, Any]) -> str:
         kept["dtype"] = "half"
     if str(kept.get("kv_dtype", "")).startswith("fp8") and kept.get("kv_scales") in (None, "", "tensor"):
         kept = {name: value for name, value in kept.items() if name not in ("kv_dtype", "kv_scales")}
-    return json.dumps(kept, sort_keys=True)
+    return _as_text(kept)
 
 
 def _place(request: AttentionRequest, lengths: Lengths, rates: Rates) -> _Placed:

@@ -40,7 +40,8 @@ _SETTLED, _AGAIN = 0.02, 2
 _ISSUE_CYCLES = 400_000
 """Device cycles, about 0.2 ms, in which the host issues one call: calls are issued ahead of the device, so that what
 the host costs is not in the times."""
-_ISSUE_MOST = 40_000_000
+_ISSUE_RATE, _ISSUE_MOST = 2.5e9, 40_000_000
+"""Device cycles for a second of a host that takes longer, a quarter more than a device of today has; and the most."""
 
 
 @contextlib.contextmanager
@@ -102,6 +103,11 @@ def _midmean(values: Sequence[float]) -> float:
 Timing = Callable[[], Time]
 
 
+def _until_issued(count: int, host: float, least: int) -> int:
+    """Device cycles to wait before so many calls, each of so many seconds of the host: the last is issued by then."""
+    return min(count * max(least, round(host * _ISSUE_RATE)), _ISSUE_MOST)
+
+
 class Clock:
     """
     Args:
@@ -123,12 +129,12 @@ class Clock:
         """Time calls one by one, in turn."""
         if not self.on_gpu:
             return self._on_host(calls)
-        count, once, taken = self._counts(calls[0])
+        count, once, host, taken = self._counts(calls[0])
         for _ in range(round(self._warm / (once * len(calls)))):
             for call in calls:
                 call()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(min(count * _ISSUE_CYCLES, _ISSUE_MOST))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_until_issued(count, host, _ISSUE_CYCLES))  # type: ignore[no-untyped-call]
         for number, (start, end) in enumerate(events):
             start.record()
             calls[number % len(calls)]()
@@ -173,11 +179,11 @@ class Clock:
         return lambda: self._replays(graph, len(calls)), results
 
     def _replays(self, graph: torch.cuda.CUDAGraph, calls: int) -> Time:
-        count, once, taken = self._counts(graph.replay)
+        count, once, host, taken = self._counts(graph.replay)
         for _ in range(round(self._warm / once)):
             graph.replay()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(min(count * _ISSUE_CYCLES // 8, _ISSUE_MOST))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_until_issued(count, host, _ISSUE_CYCLES // 8))  # type: ignore[no-untyped-call]
         for start, end in events:
             start.record()
             graph.replay()
@@ -186,24 +192,26 @@ class Clock:
         replays = [*taken, *(start.elapsed_time(end) / 1e3 for start, end in events)]
         return Time.of([seconds / calls for seconds in replays])
 
-    def _counts(self, run: Callable[[], Any]) -> tuple[int, float, list[float]]:
-        """(times to take, about what one takes, those that were taken already). Both runs that tell are warm-up too;
-        of the longest calls both count."""
-        first, once = self._once(run), self._once(run)
+    def _counts(self, run: Callable[[], Any]) -> tuple[int, float, float, list[float]]:
+        """(times to take, about what one takes, and its host, those that were taken already). Both runs that tell are
+        warm-up too; of the longest calls both count."""
+        (first, _), (once, host) = self._once(run), self._once(run)
         if min(first, once) >= _LONGER_FROM:
-            return 0, once, [first, once]
+            return 0, once, host, [first, once]
         if once > self.seconds:
-            return _LONG - 1, once, [once]
-        return min(max(round(self.seconds / once), _FEWEST), _MOST), once, []
+            return _LONG - 1, once, host, [once]
+        return min(max(round(self.seconds / once), _FEWEST), _MOST), once, host, []
 
-    def _once(self, run: Callable[[], Any]) -> float:
-        """Seconds of one run, waited for."""
+    def _once(self, run: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds of one run, waited for, and of the host until it was issued."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
+        began = time.perf_counter()
         run()
+        host = time.perf_counter() - began
         end.record()
         self.synchronise()
-        return float(start.elapsed_time(end)) / 1e3
+        return float(start.elapsed_time(end)) / 1e3, host
 
     def _on_host(self, calls: Sequence[Callable[[], Any]]) -> Time:
         """Time by the host's clock, waiting for the device at both ends of each call."""
