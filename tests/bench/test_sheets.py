@@ -299,7 +299,7 @@ def test_a_cache_in_any_dtype_is_counted_and_made(kv_dtype):
     asked = workload(row, torch.device("cpu"))
     made = make_inputs(asked, torch.device("cpu"), sets=1)
     stored = made.tensors[0]["key_cache"]
-    usual = {"fp8_e4m3": "tensor", "fp8_e5m2": "tensor", "int8": "tensor", "fp4_e2m1": "block16"}
+    usual = {"fp8_e4m3": "tensor", "fp8_e5m2": "tensor", "int8": "token", "fp4_e2m1": "block16"}
     assert asked.request.kv_scales == usual.get(kv_dtype, "")
     assert row.work().bytes == 2 * row.batch * row.kv_len * row.kv_heads * stored.shape[-1] * stored.dtype.itemsize
 
