@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.library import Library
 
 import polyattn
 from polyattn.integrations import transformers as host
@@ -16,7 +17,7 @@ from polyattn.integrations import transformers as host
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-KEPT: list[torch.library.Library] = []
+KEPT: list[Library] = []
 
 
 def torchvision_beside_another_torch() -> None:
@@ -29,7 +30,7 @@ def torchvision_beside_another_torch() -> None:
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        operators = torch.library.Library("torchvision", "DEF")  # as long as it lives
+        operators = Library("torchvision", "DEF")  # as long as it lives
         for name in ("nms", "qnms"):
             operators.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
         KEPT.append(operators)

@@ -60,12 +60,17 @@ def run(target: Emulated, request: dict[str, Any], given: dict[str, Any]) -> tup
     return found
 
 
-def test_fla_is_given_packed_tokens_and_states_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = fla.library().install(monkeypatch)
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The emulator of fla, in the place of the library."""
+    return fla.library().install(monkeypatch)
+
+
+def test_fla_is_given_packed_tokens_and_states_as_they_are(emulated: Library) -> None:
     state, starts = torch.randn(2, 4, 128, 128), torch.tensor([0, 3, 8], dtype=torch.int32)
     given: dict[str, Any] = {**tensors(1, 8), "state": state, "cu_seqlens": starts}
     out, last = run(FLA, LINEAR, given)
-    call = library.calls[-1]
+    call = emulated.calls[-1]
     assert call.name == "chunk_gated_delta_rule"
     assert call.given["initial_state"] is state
     assert call.given["state_v_first"] is True
@@ -77,16 +82,15 @@ def test_fla_is_given_packed_tokens_and_states_as_they_are(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("grad", "kernel"), [((), "fused_recurrent_kda"), (("query",), "chunk_kda")])
 def test_fla_has_other_kernels_for_single_tokens_unless_they_train(
-    grad: tuple[str, ...], kernel: str, monkeypatch: pytest.MonkeyPatch
+    grad: tuple[str, ...], kernel: str, emulated: Library
 ) -> None:
-    library = fla.library().install(monkeypatch)
     request = {**LINEAR, "method": "kda", "phase": "decode", "s_relation": "one", "grad": grad}
     run(FLA, request, tensors(2, 1, "kda"))
-    assert [call.name for call in library.calls] == [kernel]
+    assert [call.name for call in emulated.calls] == [kernel]
 
 
+@pytest.mark.usefixtures("emulated")
 def test_fla_without_an_argument_that_a_call_has_is_refused_before_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    fla.library().install(monkeypatch)
 
     def older(
         q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any, initial_state: Any, output_final_state: Any,
@@ -212,14 +216,13 @@ def test_fla_has_gradients_of_whole_sixteens(D: int, D_v: int) -> None:
         what_if(request, platform="cuda:sm90", installed=installed, backend="fla")
 
 
-def test_log_decays_that_fla_would_lose_digits_by_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = fla.library().install(monkeypatch)
+def test_log_decays_that_fla_would_lose_digits_by_are_held_back(emulated: Library) -> None:
     given = tensors(1, 4)
     given["gate"][:, 1:3, :2] = torch.tensor([-1e6, float("-inf")]).bfloat16()
     run(FLA, LINEAR, given)
-    assert library.calls[-1].given["g"].amin() == -104
-    assert library.calls[-1].given["g"].dtype == torch.bfloat16
-    assert torch.equal(library.calls[-1].given["g"][:, ::3], given["gate"][:, ::3])
+    assert emulated.calls[-1].given["g"].amin() == -104
+    assert emulated.calls[-1].given["g"].dtype == torch.bfloat16
+    assert torch.equal(emulated.calls[-1].given["g"][:, ::3], given["gate"][:, ::3])
 
 
 @pytest.mark.parametrize(

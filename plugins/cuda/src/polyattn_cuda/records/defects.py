@@ -183,3 +183,32 @@ CUDNN_PAGED_BITS = Defect(
     conditions(family="paged", deterministic=True),
     how="requests for the same bits take its other graph",
 )
+
+# --- flash-linear-attention
+
+FLA_TRITON = Defect(
+    "triton",
+    "it gets products of flash-linear-attention's gated backward wrong on Hopper, so that the library raises "
+    "RuntimeError: take Triton 3.7.1 or newer (of tilelang, which it offers instead, nothing is known here)",
+    "fla-org/flash-linear-attention#640; fla-core 0.6.0, Triton 3.6.0 on an H100, 2026-11-28",
+    "refused",
+    conditions(family="linear", method="gdn", arch=HOPPER, grad=NotEmpty()),
+    versions=">=3.4,<3.7.1",
+    witness=_request("linear", head_dim=128, method="gdn", grad=("query", "key", "value")),
+)
+FLA_ODD_WIDTHS = Defect(
+    "flash-linear-attention",
+    "gradients of heads of an odd width end in an illegal memory access",
+    "fla-core 0.6.0, Triton 3.6.0 on an H100, 2026-11-28: head dims 255 and 24, 128 and 17",
+    "undeclared",
+    conditions(family="linear", grad=NotEmpty()),
+)
+FLA_WIPED = Defect(
+    "flash-linear-attention",
+    "its chunks add up log decays, and take differences of the sums: after one of -inf all is NaN, after one of -1e6 "
+    "they are off by 0.06",
+    "fla-core 0.6.0 under Triton's interpreter, 2026-11-28: outputs and gradients were NaN with -inf, not with -104",
+    "mended",
+    conditions(family="linear", phase=("prefill", "extend")),
+    how="log decays below -104, which decay to 0, are -104",
+)
