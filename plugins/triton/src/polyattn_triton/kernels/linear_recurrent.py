@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from polyattn.semantics.delta_rule import LEAST
 from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
@@ -20,6 +22,7 @@ from polyattn_triton.kernels.rounding import cast
 
 __all__ = ["held_back", "log_decay", "recurrent", "sequence", "sigmoid", "unit"]
 
+_LEAST = tl.constexpr(LEAST[torch.float32])
 _TILE = 4096
 """Numbers of a state that a program holds."""
 
@@ -43,7 +46,7 @@ def log_decay(raw, rate, bound, RAW: tl.constexpr):
 @triton.jit
 def held_back(gate):
     """A log decay of which sums can be made: one whose decay is 0 is the least that is (`delta_rule.held_back`)."""
-    return tl.where(gate < -104.0, -104.0, gate)  # a NaN stays
+    return tl.where(gate < _LEAST, _LEAST, gate)  # a NaN stays
 
 
 @triton.jit
