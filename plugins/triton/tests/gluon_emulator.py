@@ -194,6 +194,10 @@ class Rows:
     def __init__(self, whole: Buffer, first: int, count: int) -> None:
         self.whole, self.first, self.count = whole, first, count
 
+    def load(self, layout: Any = None) -> Any:
+        assert len(self.whole.shape) == 1
+        return value(self.whole.memory[self.first : self.first + self.count].clone())
+
     def store(self, block: Any) -> None:
         rows = self.whole.rows()[self.first : self.first + self.count]
         rows.copy_(block.as_subclass(torch.Tensor).reshape(rows.shape))
@@ -223,6 +227,7 @@ class _Descriptor:
     def __init__(self, made: Any) -> None:
         self.sizes, self.strides, self.block_shape = made.shape, made.strides, list(made.block_shape)
         self.dtype, self.layout = made.base.dtype, made.layout
+        self.swizzled = made.layout.swizzle_byte_width > 0
         count = 1 + sum((n - 1) * step for n, step in zip(self.sizes, self.strides, strict=True))
         bytes_ = (ctypes.c_uint8 * (count * self.dtype.itemsize)).from_address(made.base.data_ptr())
         self.tensor = torch.frombuffer(bytes_, dtype=self.dtype).as_strided(self.sizes, self.strides)
@@ -316,6 +321,7 @@ class Machine:
             exp2=lambda x: value(torch.exp2(x)), log2=lambda x: value(torch.log2(x)),
             sum=reduced(torch.sum), max=reduced(torch.amax), static_range=range, load=self._load, store=self._store,
             full=lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)),
+            atomic_add=self._atomic_add,
             arange=lambda first, last, layout: value(torch.arange(first, last, dtype=torch.int32)),
             convert_layout=lambda x, layout, assert_trivial=False: x,
             allocate_shared_memory=self._allocate, inline_asm_elementwise=self._asm, warp_specialize=self._specialize,
@@ -347,6 +353,14 @@ class Machine:
         places, block, wanted = torch.broadcast_tensors(places, block, wanted)
         pointer.memory[places[wanted]] = block[wanted]
 
+    def _atomic_add(self, pointer: Pointer, block: Any, mask: Any = None, sem: str | None = None) -> None:
+        places = pointer.places(mask)
+        block = block.as_subclass(torch.Tensor)
+        assert block.dtype == pointer.memory.dtype
+        assert mask is None
+        with self._changed:
+            pointer.memory.index_add_(0, places.flatten(), block.flatten())
+
     def _expect(self, bar: Barrier, size: Any, pred: Any = True) -> None:
         if bool(pred):
             bar.arrive(1, int(size))
@@ -354,7 +368,8 @@ class Machine:
     def _copy(self, descriptor: _Descriptor, coordinates: Any, bar: Barrier, buffer: Buffer, pred: Any = True) -> None:
         if not bool(pred):
             return
-        assert len(buffer.memory) // buffer.shape[-1] % 8 == 0, "a box of fewer rows than the swizzle's pattern"
+        rows = len(buffer.memory) // buffer.shape[-1]
+        assert rows % 8 == 0 or not descriptor.swizzled, "a box of fewer rows than the swizzle's pattern"
         assert buffer.shape == descriptor.block_shape
         there, here = descriptor.box(coordinates)
         buffer.memory.fill_(float("nan"))

@@ -124,6 +124,26 @@ def dense(width: int, v_width: int, config: dict[str, Any], causal: bool, window
     return compiled(attend, signature, constants | absent, 8 if made.warpgroups == 1 else 4)
 
 
+def gradients(width: int, v_width: int, causal: bool, windowed: bool) -> dict[str, Any]:
+    """As `hopper.backward.backward` launches it, for bfloat16."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from polyattn_triton.hopper import backward as hopper
+    from polyattn_triton.hopper.backward_kernel import differentiate
+
+    columns = hopper.columns_of(width)
+    plain = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    signature = {name: described(1, 1, hopper.ROWS, columns) for name in ("q", "dout")}
+    signature |= {name: described(1, 1, hopper.KEYS, columns) for name in ("k", "v")}
+    signature |= {"numbers": f"tensordesc<fp32[1, {2 * hopper.ROWS}],{plain!r}>", "scale": "fp32", "factor": "fp32"}
+    signature |= {"dquery": "*fp32", "dkey": "*bf16", "dvalue": "*bf16"}
+    constants = {
+        "CAUSAL": causal, "LEFT": windowed, "ROTATE": not causal and not windowed, "STAGES": hopper.STAGES,
+    }  # fmt: skip
+    strides = tuple(f"{name}_{axis}" for name in ("dk", "dv") for axis in ("batch", "row", "head"))
+    return compiled(differentiate, signature, constants, 8, ("dquery", "dkey", "dvalue", *strides))
+
+
 def listed(width: int, block_q: int, block_k: int, sizes: bool, packed: bool = False) -> dict[str, Any]:
     """As `hopper.block_sparse.forward` launches it, for bfloat16 with an LSE."""
     from polyattn_triton.hopper import block_sparse
@@ -206,5 +226,5 @@ def overlaps(ptx: str) -> bool:
 
 if __name__ == "__main__":
     name, *given = json.loads(sys.argv[1])
-    kernels = {"dense": dense, "extend": extend, "latent": latent, "listed": listed, "listed_latent": listed_latent}
-    print(json.dumps(kernels[name](*given)))
+    kernels = (dense, extend, gradients, latent, listed, listed_latent)
+    print(json.dumps({kernel.__name__: kernel for kernel in kernels}[name](*given)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyattn.contract import AttentionRequest, Bound
 from polyattn_triton import runtime
+from polyattn_triton.hopper import backward as hopper_backward
 from polyattn_triton.hopper import extend as hopper_extend
 from polyattn_triton.hopper import forward as hopper
 from polyattn_triton.kernels.backward import backward
@@ -35,6 +36,9 @@ class Dense:
         elif request.platform == "cuda" and request.family == "varlen" and hopper_extend.takes_packed(request):
             attend = _packed_on_hopper(spec)
         differentiate = functools.partial(backward, spec=spec, layout=layout)
+        taken = hopper_backward.takes(dtype, *request.dims, spec=spec, layout=layout, masked=masked)
+        if request.platform == "cuda" and taken and not (request.deterministic or request.batch_invariant):
+            differentiate = _gradients_on_hopper(spec, layout)
         return _bound(request, attend, differentiate)
 
 
@@ -80,6 +84,21 @@ def _packed_on_hopper(spec: Spec) -> Callable[..., None]:
             forward(query, key, value, out, lse, spec=spec, layout="THD", sinks=sinks, **lengths)
 
     return attend
+
+
+def _gradients_on_hopper(spec: Spec, layout: str) -> Callable[..., tuple[Tensor, ...]]:
+    """As `_on_hopper`, for gradients."""
+
+    def differentiate(
+        dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, attn_mask: None = None
+    ) -> tuple[Tensor, ...]:
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        fits = hopper_backward.fits(query, key, value, dout, spec=spec, layout=layout)
+        return (hopper_backward.backward if fits else backward)(
+            dout, query, key, value, out, lse, spec=spec, layout=layout
+        )
+
+    return differentiate
 
 
 def _bound(

@@ -3,7 +3,7 @@
 One kernel gives dQ, with a program for each tile of queries, and one dK and dV, with a program for each tile of keys,
 or several where those are too few (`shares`), whose sums are added up after it.
 Both compute the weights again from the LSE, so that no program adds to another's result: 7 matrix products, and the
-same bits on every run. (One launch with 5 products, where dQ is added up by atomics, was slower: docs/kernels.md.)
+same bits on every run. (`hopper.backward` is one launch with 5 products, whose dQ is not the same bits on every run.)
 
 With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O):  dV = P^T dO,  dS = P * (dP - delta),
 dQ = scale * dS K,  dK = scale * dS^T Q  (FlashAttention-2, algorithm 2). `lse` and O may be those of a merged result.
@@ -43,7 +43,7 @@ from polyattn_triton.kernels.rules import LOG2E, dot, logits
 from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, steps, tile_at
 from polyattn_triton.records.tuned import BACKWARD
 
-__all__ = ["Config", "backward", "narrow", "shares"]
+__all__ = ["Config", "backward", "narrow", "partial", "shares"]
 
 _FEWEST = 8
 """Blocks of rows that a part of a head's has at least (`shares`): its keys are loaded for it, its sums stored."""
@@ -381,7 +381,7 @@ def shares(programs: int, group: int, steps: int, processors: int) -> tuple[int,
     return 1, 1 << (parts.bit_length() - 1)  # few numbers, for each of which the kernel is compiled
 
 
-def _partial(grad: Tensor, axis: int, ways: int) -> Tensor:
+def partial(grad: Tensor, axis: int, ways: int) -> Tensor:
     """Memory for so many parts of a gradient, side by side on the axis of its heads."""
     shape = list(grad.shape)
     shape[axis] *= ways
@@ -436,7 +436,7 @@ def backward(
     programs = -(-s_k // config.keys_n) * batch * heads_k
     each, cuts = shares(programs, sizes.group, -(-s_q // config.keys_m), processors)
     ways, axis = sizes.group // each * cuts, 2 if layout == "BSHD" else 1
-    dk, dv = (_partial(grad, axis, ways) if ways > 1 else grad for grad in (dkey, dvalue))
+    dk, dv = (partial(grad, axis, ways) if ways > 1 else grad for grad in (dkey, dvalue))
     dk_s, dv_s = ([stride // unit for stride in strides_of(grad, layout)] for grad in (dk, dv))
     constants = constants_of(spec, sizes, kind, unit, loose)
     numbers = (*numbers_of(spec, sizes), spec.scale)
@@ -476,6 +476,6 @@ def backward(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
     if ways > 1:
-        for grad, partial in ((dkey, dk), (dvalue, dv)):
-            grad.copy_(partial.unflatten(axis, (heads_k, ways)).sum(axis + 1))
+        for grad, found in ((dkey, dk), (dvalue, dv)):
+            grad.copy_(found.unflatten(axis, (heads_k, ways)).sum(axis + 1))
     return dquery, dkey, dvalue

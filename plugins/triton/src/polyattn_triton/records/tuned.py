@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from polyattn.contract import Kernel
 
-__all__ = ["BACKWARD", "BLOCK_SPARSE", "DECODE", "EXTEND", "FORWARD", "HOPPER_EXTEND", "KERNELS", "LATENT"]
+__all__ = [
+    "BACKWARD",
+    "BLOCK_SPARSE",
+    "DECODE",
+    "EXTEND",
+    "FORWARD",
+    "HOPPER_BACKWARD",
+    "HOPPER_EXTEND",
+    "KERNELS",
+    "LATENT",
+]
 
 _VERSIONS = ("polyattn-triton", "triton")
 _CACHE = ("dtype", "kv_bits", "head_dim", "v_dim")
@@ -106,6 +116,14 @@ BACKWARD = Kernel(
 )
 """Choices: of `kernels.backward.Config`."""
 
+HOPPER_BACKWARD = Kernel(
+    "triton.hopper_backward",
+    key=("dtype", "head_dim", "v_dim"),
+    choices={"serves": (False, True)},
+    versions=_VERSIONS,
+)
+"""Whether the one launch of `hopper.backward` serves what it takes, in place of the two of `kernels.backward`."""
+
 BLOCK_SPARSE = Kernel(
     "triton.block_sparse",
     key=("kernel", "dtype", "head_dim", "block_q", "block_k"),
@@ -114,4 +132,4 @@ BLOCK_SPARSE = Kernel(
 )
 """`kernel`: forward, query or key. Choices: of `kernels.block_sparse.Tiles`; no tile is larger than a block."""
 
-KERNELS = (DECODE, EXTEND, LATENT, HOPPER_EXTEND, FORWARD, BACKWARD, BLOCK_SPARSE)
+KERNELS = (DECODE, EXTEND, LATENT, HOPPER_EXTEND, FORWARD, BACKWARD, HOPPER_BACKWARD, BLOCK_SPARSE)

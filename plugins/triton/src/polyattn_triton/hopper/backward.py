@@ -1,0 +1,170 @@
+"""Backward of dense attention on Hopper: the launcher of `backward_kernel.differentiate`, and what it takes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.adapters import EPOCH, kernel_config
+from polyattn_triton import runtime
+from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper
+from polyattn_triton.kernels.arguments import strides_of
+from polyattn_triton.kernels.backward import partial, shares
+from polyattn_triton.kernels.gradient_sums import finish, prepare
+from polyattn_triton.kernels.pools import Memory
+from polyattn_triton.kernels.rules import LOG2E
+from polyattn_triton.kernels.tiles import Spec
+from polyattn_triton.records.tuned import HOPPER_BACKWARD
+
+__all__ = ["KEYS", "ROWS", "STAGES", "backward", "columns_of", "fits", "reaches", "takes"]
+
+KEYS, ROWS = 128, 64
+"""Keys of a program's tile, and query rows of a step: two tiles of scores, dK and dV fill the registers."""
+STAGES = 2
+"""Query tiles that are in shared memory at a time."""
+_TOGETHER = 32 << 20
+"""Bytes of rows, and of their sums, of the heads whose tiles run at a time: an L2 of 50 MiB with room."""
+
+
+def columns_of(width: int) -> int:
+    """Columns of a tile of heads of this width; TMA fills them up with zeros."""
+    return 64 if width <= 64 else 128
+
+
+def takes(dtype: torch.dtype, width: int, v_width: int, *, spec: Spec, layout: str, masked: bool = False) -> bool:
+    """Whether `backward` is for calls like this on a Hopper: what is known before there are tensors.
+
+    It takes bf16 and fp16 in layouts BSHD and BHSD, head dims of 40 to 64 and of 72 to 128 in steps of 8, D_v in the
+    same range as D, causal and windowed. Its dQ is not the same bits on every run.
+    """
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and layout != "THD"
+        and not masked
+        # A logit that is masked is -inf before the scale.
+        and spec.scale > 0
+        and not spec.softcap
+        and not spec.chunk
+        and min(width, v_width) >= 40
+        and max(width, v_width) <= 128
+        and width % 8 == v_width % 8 == 0
+        and columns_of(width) == columns_of(v_width)
+    )
+
+
+class _Plan:
+    """Launches for tensors of these shapes, wherever they lie."""
+
+    def __init__(self, layout: str, spec: Spec, device: torch.device, axes: tuple[Axes, ...]) -> None:
+        (q_shape, _), (k_shape, _), (v_shape, _), _ = axes
+        head, token = (2, 1) if layout == "BSHD" else (1, 2)
+        batch, heads, self.s_q, width = q_shape[0], q_shape[head], q_shape[token], q_shape[3]
+        heads_k, s_k = k_shape[head], k_shape[token]
+        self.columns = columns_of(width)
+        self.sizes = batch, self.s_q, heads
+        offset = 0 if spec.top_left else s_k - self.s_q
+        left, causal = spec.left, spec.right >= 0
+        if causal:
+            # As in forward.py: keys up to p + right are those of a causal query that stands `right` further on.
+            offset += spec.right
+            left += spec.right if left >= 0 else 0
+        group, blocks, tiles = heads // heads_k, -(-self.s_q // ROWS), -(-s_k // KEYS)
+        programs = tiles * batch * heads_k
+        self.each, _ = shares(programs, group, blocks, runtime.processors(device))
+        self.ways = group // self.each
+        pairs = batch * heads_k * self.ways
+        bytes_ = self.each * self.s_q * (width + v_shape[3] + 2 * self.columns) * 2
+        together = min(pairs, max(1, _TOGETHER // bytes_))
+        self.grid = (tiles * pairs,)
+        self.numbers = (
+            tiles, pairs, together, heads, heads_k, self.each, heads_k * self.ways, blocks, self.s_q, s_k, offset,
+            max(left, 0), spec.scale * LOG2E.value, spec.scale, width, v_shape[3],
+        )  # fmt: skip
+        whole = not causal and left < 0
+        self.options = {"CAUSAL": causal, "LEFT": left >= 0, "ROTATE": whole, "STAGES": STAGES, "num_warps": 8}
+        boxes = (ROWS, KEYS, KEYS, ROWS)
+        self.views = tuple((View(layout, *found, box, self.columns),) for found, box in zip(axes, boxes, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(layout: str, spec: Spec, device: torch.device, *axes: Axes) -> _Plan | None:
+    """None where TMA cannot reach a tensor."""
+    return _Plan(layout, spec, device, axes) if all(describable(*found) for found in axes) else None
+
+
+@functools.cache
+def _serves(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], _: int) -> bool:
+    """Whether it was measured on this machine that the kernel serves: no GPU has run it for the tables."""
+    key = (str(dtype).removeprefix("torch."), *dims)
+    return bool(kernel_config(HOPPER_BACKWARD, key, {"serves": False}, device)["serves"])
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec, layout: str) -> bool:
+    """Whether `backward`, which `takes` such a call, is given these tensors: where it was measured that it serves."""
+    dims = query.shape[-1], value.shape[-1]
+    return (
+        on_hopper(query.device)
+        and _serves(query.device, query.dtype, dims, EPOCH.value)
+        and reaches(query, key, value, dout, spec=spec, layout=layout)
+    )
+
+
+def reaches(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec, layout: str) -> bool:
+    """Whether `backward` can be given tensors of a call that it `takes`: on a Hopper, where TMA reaches them, and with
+    enough of them that most processors have a tile."""
+    if (
+        not on_hopper(query.device)
+        or (query.data_ptr() | key.data_ptr() | value.data_ptr() | dout.data_ptr()) & 15
+        or not (query.numel() and key.numel())
+    ):
+        return False
+    plan = _plan(layout, spec, query.device, *axes_of(query, key, value, dout))
+    return plan is not None and 2 * plan.grid[0] >= runtime.processors(query.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _described_numbers(pointer: int, lines: int, columns: int) -> Any:
+    """A descriptor of the numbers of rows, a line for each tile of queries."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    plain = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    memory = Memory(pointer, torch.float32)
+    return TensorDescriptor(memory, [lines, columns], [columns, 1], [1, columns], plain)
+
+
+def backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, spec: Spec, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dquery, dkey, dvalue), shaped as their inputs, of a call that it `takes` and whose tensors it `fits`.
+
+    Args:
+        out, lse: may belong to a merged result that this call is a part of.
+        The others as `kernels.backward.backward`.
+    """
+    from polyattn_triton.hopper.backward_kernel import differentiate
+
+    plan = _plan(layout, spec, query.device, *axes_of(query, key, value, dout))
+    assert plan is not None
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    numbers, sums = prepare(dout, out, lse, layout=layout, sizes=plan.sizes, rows=ROWS, columns=plan.columns)
+    ways = plan.ways
+    dquery, dkey, dvalue = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    axis = 2 if layout == "BSHD" else 1
+    dk, dv = (partial(grad, axis, ways) if ways > 1 else grad for grad in (dkey, dvalue))
+    q, k, v, d = plan.views
+    dtype = query.dtype
+    differentiate[plan.grid](
+        *described(q, query.data_ptr(), dtype), *described(k, key.data_ptr(), dtype),
+        *described(v, value.data_ptr(), dtype), *described(d, dout.data_ptr(), dtype),
+        _described_numbers(numbers.data_ptr(), *numbers.shape), sums, dk, dv, *plan.numbers,
+        *strides_of(dk, layout), *strides_of(dv, layout), **plan.options,
+    )  # fmt: skip
+    finish(sums, dquery, layout=layout, factor=spec.scale)
+    if ways > 1:
+        for grad, found in ((dkey, dk), (dvalue, dv)):
+            grad.copy_(found.unflatten(axis, (-1, ways)).sum(axis + 1))
+    return dquery, dkey, dvalue
