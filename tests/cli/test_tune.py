@@ -176,8 +176,8 @@ def test_who_is_quarantined_is_not_said_to_serve(run: Run) -> None:
 
 
 def test_a_pool_that_does_not_fit_ends_its_request_only(run: Run) -> None:
-    """On a CPU the system refuses it."""
-    much = "family=paged phase=decode heads=32 kv_heads=8 page_size=16 batch=16777216 k=131072"
+    """On a CPU the system refuses it: more bytes than addresses have bits for."""
+    much = "family=paged phase=decode heads=4096 kv_heads=4096 head_dim=256 page_size=16 batch=16 k=2097152"
     told = run("tune", "--request", much, "--request", DENSE, "--rounds", "1", "--json")
     refused, measured = told.data["workloads"]
     assert (told.code, refused["outcome"], measured["outcome"]) == (0, "refused", "measured")

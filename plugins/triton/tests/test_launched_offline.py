@@ -99,8 +99,8 @@ FULL = (
 )
 
 
-def _check(target: str, *problems: Problem) -> None:
-    for problem, launched in zip(problems, elsewhere(target, *problems), strict=True):
+def _check(target: str, *problems: Problem, room_only: bool = False) -> None:
+    for problem, launched in zip(problems, elsewhere(target, *problems, room_only=room_only), strict=True):
         wrong = [f"{kernel.name}: {what}" for kernel in launched for what in kernel.wrong]
         assert not wrong, f"{problem} on {target}: {'; '.join(wrong)}"
         if target == "cuda:90" and problem.call == "extend" and problem.queries == 64 and problem.dtype != "float32":
@@ -108,8 +108,10 @@ def _check(target: str, *problems: Problem) -> None:
 
 
 @pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942"])
-def test_compilers_take_what_is_launched(target: str) -> None:
-    _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()))
+def test_compilers_take_what_is_launched(target: str, pytestconfig: pytest.Config) -> None:
+    """On an A100, whose assembler has spoilt nothing so far, up to what it is given; all of it with --polyattn-full."""
+    room_only = target == "cuda:80" and not pytestconfig.getoption("--polyattn-full")
+    _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()), room_only=room_only)
 
 
 @pytest.mark.parametrize("dims", [(72, 72), (40, 40), (128, 128)])
