@@ -10,7 +10,11 @@ import torch
 
 from ...errors import PolyattnError, UnsupportedRequestError
 
-__all__ = ["raising", "refuse_derivatives"]
+__all__ = ["INFERENCE_ONLY", "raising", "refuse_derivatives"]
+
+INFERENCE_ONLY = (
+    "attention over a paged cache is inference only; run it under torch.no_grad(), or train with attention()"
+)
 
 
 def raising(error: PolyattnError) -> Callable[..., Any]:

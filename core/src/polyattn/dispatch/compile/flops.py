@@ -20,7 +20,6 @@ from . import custom_ops as _ops  # noqa: F401 - there must be ops to have formu
 
 __all__: list[str] = []
 
-
 _Counts = tuple[int, int]
 """Of a call and of its gradient."""
 
@@ -45,6 +44,18 @@ def _packed(query: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Te
     return _products(lengths, query.shape[1], query.shape[2], value.shape[2])
 
 
+def _cached(
+    query: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, kv_parts: Any, out_val: Any, **given: Any
+) -> _Counts:
+    """The keys of a call, and those of its parts."""
+    tables = [(cu_seqlens_q, seq_lens), *zip(kv_parts[2::6], kv_parts[1::6], strict=True)]
+    if has_shapes_only(seq_lens):
+        pairs = [(given["max_seqlen_q"], given["max_seqlen_k"])] * seq_lens.shape[0]
+    else:
+        pairs = [pair for starts, lens in tables for pair in zip(starts.diff().tolist(), lens.tolist(), strict=True)]
+    return _products(pairs, query.shape[1], query.shape[2], out_val[0].shape[-1])
+
+
 def _blocks(query: Tensor, value: Tensor, block_counts: Tensor, block_indices: Tensor, plan: str, **_: Any) -> _Counts:
     """The listed blocks, whole ones; all that lists have room for, where they cannot be read."""
     block_q, block_k = json.loads(plan)["request"]["block_shape"]
@@ -64,14 +75,10 @@ def _counted(names: list[str], counts: Callable[..., _Counts], which: int, *args
     return counts(**dict(zip(names, args, strict=False)), **keywords)[which]
 
 
-_FORMULAS: dict[str, Callable[..., _Counts]] = {
-    "dense": _dense,
-    "varlen": _packed,
-    "block_sparse": _blocks,
-    "linear": _recurrence,
-}
+_FORMULAS: dict[str, Any] = {"dense": _dense, "varlen": _packed, "block_sparse": _blocks, "linear": _recurrence}
+_FORMULAS |= {"paged": _cached, "paged_saving": _cached, "mla": _cached}
 for _family, _formula in _FORMULAS.items():
-    for _which, _name in enumerate((_family, f"{_family}_backward")):
+    for _which, _name in enumerate((_family, f"{_family}_backward")[: 1 if _formula is _cached else 2]):
         _op = getattr(torch.ops.polyattn, _name)
         _names = [one.name for one in _op.default._schema.arguments]
         register_flop_formula(_op, get_raw=True)(functools.partial(_counted, _names, _formula, _which))

@@ -7,7 +7,8 @@ process-wide through the epoch's token; measurements change that only where they
 otherwise. Lengths stay symbolic.
 
 Traceable forwards are inlined. Others, and trainable ones that bring their own backward, become
-the custom op of their family (`polyattn.dispatch.compile.custom_ops`), as calls of the other families always do.
+the custom op of their family (`polyattn.dispatch.compile.custom_ops`), as calls of the other families always do. Those
+over a cache choose when the graph runs (`polyattn.dispatch.compile.trace_cached`).
 """
 
 from __future__ import annotations
