@@ -79,10 +79,10 @@ def _packed(static: Static, *_: Any) -> Static:
 
 
 def _request(
-    call: CachedCall, pools: dict[str, Tensor], page_axis: int, v_head_dim: int, **fields: Any
+    call: CachedCall, static: Static, pools: dict[str, Tensor], page_axis: int, v_head_dim: int, **fields: Any
 ) -> AttentionRequest:
     """Check what calls over both kinds of caches have beside their caches and new rows; what such a call asks for."""
-    static, tables, given, more = call.static, call.tables, call.given, call.more
+    tables, given, more = call.tables, call.given, call.more
     query, mask, parts = call.tensors[0], given["attn_mask"], given["kv_parts"]
     for name in ("tree", "chunked_prefix"):
         scalars.flag(name, more[name])
@@ -114,11 +114,11 @@ def _known_request(
     return made(**static.fields(exact), **device_facts(device), dtype=dtype_name(dtype), **fields).normalised()
 
 
-_LATER = ("kv_parts", "alibi", "token_indices")
-"""What was added to the contract later, and is left out where it is not given."""
+_LATER = ("alibi", "token_indices")
+"""What was added to the contract later, and is left out where it is not given; so are parts."""
 
 
-def _paged_request(call: CachedCall) -> AttentionRequest:
+def _paged_request(call: CachedCall, static: Static) -> AttentionRequest:
     """Check a paged call; what it asks for."""
     (query, key_cache, value_cache), tables, given, more = call[1:5]
     key, value, alibi = given["key"], given["value"], given["alibi"]
@@ -130,41 +130,39 @@ def _paged_request(call: CachedCall) -> AttentionRequest:
     h, p = (2, 1) if layout == "NHD" else (1, 2)
     heads = key_cache.shape[h]
     granularity = validation.check_storage(query, key_cache, value_cache, given["k_scale"], given["v_scale"], heads)
-    fp4 = key_cache.dtype == torch.uint8
     v_head_dim = value_dim(call.tensors, more)
     validation.check_new_keys(query, key, value, heads, v_head_dim)
     if save:
         validation.check_saving(key_cache, value_cache, tables, key_cache.shape[p])
     validation.check_alibi(alibi, query, query.shape[1])
-    return _request(
-        call,
-        {"key_cache": key_cache, "value_cache": value_cache},
-        p,
-        v_head_dim,
-        kv_heads=heads,
-        kv_dtype="fp4_e2m1" if fp4 else dtype_name(key_cache.dtype),
-        kv_layout=layout,
-        kv_scales=granularity,
-        save_kv_cache=None if key is None else bool(save),
-        sinks=given["sinks"] is not None,
-        alibi=alibi is not None,
-        misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
-    )
+    fields: dict[str, Any] = {
+        "kv_heads": heads,
+        "kv_dtype": "fp4_e2m1" if key_cache.dtype == torch.uint8 else dtype_name(key_cache.dtype),
+        "kv_layout": layout,
+        "kv_scales": granularity,
+        "save_kv_cache": None if key is None else bool(save),
+        "sinks": given["sinks"] is not None,
+        "alibi": alibi is not None,
+        "misaligned": not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
+    }
+    pools = {"key_cache": key_cache, "value_cache": value_cache}
+    return _request(call, static, pools, p, v_head_dim, **fields)
 
 
-def _mla_request(call: CachedCall) -> AttentionRequest:
+def _mla_request(call: CachedCall, static: Static) -> AttentionRequest:
     """Check a latent call; what it asks for."""
     (query, cache), tables, given, more = call[1:5]
     form = validation.check_mla(query, cache, more["v_head_dim"])
-    if call.static.scale is None:
+    if static.scale is None:
         raise InvalidInputError(
             "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
             "(the default of a 576-wide row would be wrong)"
         )
     validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
-    lists, causal = given["token_indices"], call.static.causal
+    lists, causal = given["token_indices"], static.causal
     return _request(
         call,
+        static,
         {"cache": cache},
         1,
         more["v_head_dim"],
@@ -187,12 +185,12 @@ def _run(call: CachedCall) -> Any:
 
 def served(call: CachedCall, scope: overrides.Scope) -> Any:
     """Check a call over a cache and run it."""
-    call = call._replace(static=site_of(_packed, call.static, None, scope))
-    request = _REQUESTS[call.family](call)
+    request = _REQUESTS[call.family](call, site_of(_packed, call.static, None, scope))
     chosen = remembered(request, backend_name(call.backend), scope, EPOCH.value)
-    given = {**call.given, "kv_parts": [_row_major(part) for part in call.given["kv_parts"]] or None}
     # A backend that is older than one of these need not know the keyword.
-    given = {name: one for name, one in given.items() if one is not None or name not in _LATER}
+    given = {name: one for name, one in call.given.items() if one is not None or name not in _LATER}
+    if parts := given.pop("kv_parts"):
+        given["kv_parts"] = [_row_major(part) for part in parts]
     run = chosen.ranged(FAMILY_SPECS[call.family].call, chosen.bound.forward)
     return without_autocast(run, *call.tensors, tables=_kernel_tables(call.tables), **given)
 
@@ -320,7 +318,7 @@ def _asked(family: str, backend: Any, **given: Any) -> Asked:
     tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
     tensors = tuple(given.pop(one.name) for one in FAMILY_SPECS[family].positional)
     more = {name: given.pop(name) for name in _MORE if name in given}
-    request = _REQUESTS[family](CachedCall(family, tensors, tables, given, more, _packed(static), backend))
+    request = _REQUESTS[family](CachedCall(family, tensors, tables, given, more, static, backend), _packed(static))
     return request, backend_name(backend), extent_of(request)(tables=tables)
 
 

@@ -123,17 +123,16 @@ def _said(plan: str) -> tuple[Static, dict[str, Any], str | None, overrides.Scop
     return Static(**{**said["static"], "window": (left, right)}), said["more"], said["backend"], tuple(said["scope"])
 
 
-def _named(family: str, given: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments of an op by name. torch leaves defaults out."""
-    names = [one.name for one in getattr(torch.ops.polyattn, family).default._schema.arguments]
-    return dict(zip(names, given, strict=False))
+@functools.cache
+def _names(family: str) -> list[str]:
+    return [one.name for one in getattr(torch.ops.polyattn, family).default._schema.arguments]
 
 
 def forward(family: str, *given: Any) -> tuple[Tensor, Tensor]:
     """What the op of a family returns: (output, LSE), an LSE that nobody asked for is empty."""
     from ..paged import served
 
-    spec, named = FAMILY_SPECS[family], _named(family, given)
+    spec, named = FAMILY_SPECS[family], dict(zip(_names(family), given, strict=False))  # torch leaves defaults out
     tensors = tuple(named[one.name] for one in spec.positional)
     tables = PagedTables(*(named[name] for name in PagedTables._fields[:5]))
     optional = {one.name: named.get(one.name) for one in (*spec.keywords, *spec.added) if one.kind == "optional"}
@@ -150,7 +149,7 @@ def forward(family: str, *given: Any) -> tuple[Tensor, Tensor]:
 
 def outputs(family: str, *given: Any) -> tuple[Tensor, Tensor]:
     """Empty tensors like those that `forward` returns."""
-    static, more, _, _ = _said(_named(family, given)["plan"])
+    static, more, _, _ = _said(given[_names(family).index("plan")])
     query, count = given[0], len(FAMILY_SPECS[family].positional)
     out = query.new_empty((*query.shape[:-1], value_dim(given[:count], more)))
     dtype = wide_dtype(query) if static.return_lse else torch.float32
