@@ -355,9 +355,10 @@ def test_no_transform_looks_into_a_call_over_a_cache() -> None:
     def loss(query: Tensor) -> Tensor:
         return polyattn.paged_attention(query, **given).sum()  # type: ignore[no-any-return]
 
-    torch._dynamo.reset()
-    with pytest.raises(UnsupportedRequestError, match="transform"):
-        torch.compile(torch.func.grad(loss), backend="eager")(query)
+    for around, tensor in ((torch.func.grad, query), (torch.func.vmap, query[None])):
+        torch._dynamo.reset()
+        with pytest.raises(UnsupportedRequestError, match=rf"torch.func transform \({around.__name__}\)"):
+            torch.compile(around(loss), backend="eager")(tensor)
 
 
 class Paged(torch.nn.Module):

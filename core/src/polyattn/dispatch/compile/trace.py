@@ -37,7 +37,7 @@ from ..binding import Chosen, choose
 from ..call_key import NOTHING, Added, CallKey, Six, Static, request_of, runner
 from ..device_facts import transform_around
 from . import custom_ops as _ops  # noqa: F401 - that they are registered
-from .errors import raising, refuse_derivatives
+from .errors import raising, refuse_transforms
 from .facts import TensorFacts, added_facts, constants, fixed, fixed_int, gate_facts, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
@@ -252,7 +252,7 @@ def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope:
         chosen = _exported(chosen)
         if _traceable(chosen):
             return publish(_inline(chosen, common.autocast))
-    refuse_derivatives(around)
+    refuse_transforms(around)
     return publish(_opaque(chosen, common.autocast, _prepared(family, facts)))
 
 

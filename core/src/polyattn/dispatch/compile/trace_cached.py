@@ -18,7 +18,7 @@ from ...contract.families import FAMILY_SPECS
 from ...errors import InvalidInputError
 from ...selection import overrides
 from ..call_key import Static, backend_name
-from .errors import INFERENCE_ONLY, refuse_derivatives
+from .errors import INFERENCE_ONLY, refuse_transforms
 from .facts import constants, fixed_int, out_fits
 from .op_plans import returned, wide_dtype
 from .trace import MAKERS, publish, traced
@@ -84,7 +84,7 @@ def trace_cached(call: CachedCall) -> Any:
 def _made(call: Any, static: tuple[Any, ...], backend: Any, scope: overrides.Scope, around: str) -> str:
     family, items, odd, wants, fits, dtype = call
     more = dict(items)
-    refuse_derivatives(around)
+    refuse_transforms(around)
     if odd:
         raise InvalidInputError(
             f"{odd[0]} of a compiled call over a cache must be a tensor, kv_parts a list of polyattn.KVPart; what is "
