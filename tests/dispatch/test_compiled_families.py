@@ -27,7 +27,8 @@ def declared(one: Argument) -> str:
 
 
 def test_the_ops_are_those_of_the_families() -> None:
-    specs = [spec for spec in FAMILY_SPECS.values() if spec.op]
+    cached = ("paged", "mla")  # test_compiled_caches.py has theirs
+    specs = [spec for spec in FAMILY_SPECS.values() if spec.name not in cached]
     assert list(SCHEMAS) == [spec.name for spec in specs]
     for spec in specs:
         forward = getattr(torch.ops.polyattn, spec.name).default

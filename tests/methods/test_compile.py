@@ -85,6 +85,19 @@ def test_the_call_itself_under_a_scope() -> None:
     assert not torch.allclose(found, torch.compile(run, backend="eager")(*qkv))
 
 
+def test_no_transform_looks_into_a_method() -> None:
+    q, k, v = tensors()
+
+    def run(q: Tensor) -> Tensor:
+        place = Place(grid=(4, 4, 8), layer=2, layers=3)
+        return polyattn.attention(q, k, v, place=place, backend=NAME).sum()  # type: ignore[no-any-return]
+
+    for around, tensor in ((torch.func.grad, q), (torch.func.vmap, q[None])):
+        torch._dynamo.reset()
+        with pytest.raises(polyattn.UnsupportedRequestError, match=rf"torch.func transform \({around.__name__}\)"):
+            torch.compile(around(run), backend="eager")(tensor)
+
+
 def test_exact_attention_stays_in_one_graph() -> None:
     """Hosts give a place with every call; it must not cost those who do not look at it their graph."""
     block = torch.compile(Block(1), backend="eager", fullgraph=True)

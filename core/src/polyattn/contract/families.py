@@ -48,7 +48,6 @@ class FamilySpec:
         layouts: of a request. second: what comes back beside the output: an `lse` where it is asked for, or a `state`.
         forward, backward: names of the protocols in `polyattn.contract`; no backward = empty.
         extent: reads the lengths of a call from the arguments of `Bound.forward`, with the layout in front.
-        op: whether compiled code may call the family through a custom op of its name.
         call: the public function. beside: further keywords of the forward, which no custom op takes.
         added: optional tensors that joined later. Forward and backward take them, and the custom op behind its plan
             with None as default, so that graphs of before are as they were. Each has a `given_when`.
@@ -63,7 +62,6 @@ class FamilySpec:
     call: str
     backward: str = ""
     second: Literal["lse", "state"] = "lse"
-    op: bool = True
     beside: tuple[Argument, ...] = ()
     added: tuple[Argument, ...] = ()
 
@@ -182,7 +180,6 @@ _SPECS = (
         forward="PagedForward",
         added=(_ALIBI,),
         call="paged_attention",
-        op=False,
     ),
     FamilySpec(
         "mla",
@@ -193,15 +190,11 @@ _SPECS = (
         forward="MLAForward",
         added=(Argument("token_indices", "optional", given_when="token_topk"),),
         call="mla_attention",
-        op=False,
     ),
     FamilySpec(
         "block_sparse",
         _QKV,
-        (
-            *(Argument("block_counts"), Argument("block_indices")),
-            Argument("block_valid", "optional"),
-        ),
+        (Argument("block_counts"), Argument("block_indices"), Argument("block_valid", "optional")),
         layouts=("BHSD",),
         extent=_by_layout,
         forward="BlockSparseForward",

@@ -41,16 +41,7 @@ Segments = Literal["", "shared", "pair"]
 
 FAMILIES: tuple[str, ...] = get_args(Family)
 PHASES: tuple[str, ...] = get_args(Phase)
-DTYPES: tuple[str, ...] = (
-    "float64",
-    "float32",
-    "bfloat16",
-    "float16",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "fp4_e2m1",
-    "int8",
-)
+DTYPES: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int8")
 
 _NO_OFF = object()
 _NORMAL = "_normal"

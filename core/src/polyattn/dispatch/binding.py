@@ -30,19 +30,8 @@ from .by_length import settled
 from .device_facts import device_facts, dtype_name
 from .trace_requests import observed, opaque
 
-__all__ = [
-    "Asked",
-    "Chosen",
-    "asks_method",
-    "bind_selection",
-    "choose",
-    "device_facts",
-    "dtype_name",
-    "explained_by",
-    "load",
-    "remembered",
-    "select_here",
-]
+__all__ = ["Asked", "Chosen", "asks_method", "bind_selection", "choose", "explained_by", "load", "remembered"]
+__all__ += ["device_facts", "dtype_name", "select_here"]
 
 log = logging.getLogger("polyattn.selection")
 

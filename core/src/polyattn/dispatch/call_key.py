@@ -28,6 +28,8 @@ LARGE = 2**31
 SITES_KEPT = 10_240
 """The most call sites, of 4 KB each."""
 NO_CHUNK = 0
+Six = tuple[Any, Any, Any, Any, Any, Any]
+"""(query, key, value, attn_mask, sinks, out)."""
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:

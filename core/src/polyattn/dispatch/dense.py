@@ -34,6 +34,7 @@ from .call_key import (
     Added,
     CallKey,
     Found,
+    Six,
     Static,
     added_fields,
     added_key,
@@ -60,9 +61,6 @@ __all__ = ["DenseSite", "attention", "bind", "dense_request", "dense_signature"]
 _is_tracing = torch.compiler.is_dynamo_compiling
 _scope = overrides.SCOPE.get
 _Guards = validation.TensorGuards
-_Six = tuple[Any, Any, Any, Any, Any, Any]
-"""(query, key, value, attn_mask, sinks, out)."""
-overrides.tracing = _is_tracing
 
 # A site is found by its static arguments, the backend named and the scope of overrides; the epoch (plugins,
 # configuration, tuning store) empties every site.
@@ -270,7 +268,7 @@ class DenseSite:
             added = added_tensors(alibi, segments)
             return at(tensors, self.static, self._argument, self._scope, place, added)
         if _is_tracing():
-            return trace_dense(query, key, value, attn_mask, sinks, out, self.static, self._argument, self._scope)
+            return trace_dense((query, key, value, attn_mask, sinks, out), self.static, self._argument, self._scope)
         fast = self._fast
         if sinks is None and out is None:
             if attn_mask is None:
@@ -317,8 +315,8 @@ class DenseSite:
             or counted()
             or (type(query) is not Tensor and validation.has_shapes_only(query))
         ):
-            tensors = (query, key, value, attn_mask, sinks, out)
-            return trace_dense(*tensors, self.static, self._argument, self._scope, added)
+            six = (query, key, value, attn_mask, sinks, out)
+            return trace_dense(six, self.static, self._argument, self._scope, added)
         if self._epoch != EPOCH.value:
             self._entries, self._epoch = Recent(SIGNATURES_KEPT), EPOCH.value
             self._fast = self._masked = None
@@ -341,7 +339,7 @@ class DenseSite:
             place.run.left(place, entry.chosen.selection)
         return run(query, key, value, attn_mask=attn_mask, sinks=sinks, out=out, **given)
 
-    def _resolve(self, said: CallKey, tensors: _Six, placed: bool, added: Added) -> Found:
+    def _resolve(self, said: CallKey, tensors: Six, placed: bool, added: Added) -> Found:
         request = dense_request(self.static, *tensors, said, added)
         request = dataclasses.replace(request, place=True) if placed else request
         chosen = choose(request, self._argument, self._scope)
@@ -440,7 +438,7 @@ def attention(
         return at(tensors, own, backend, None, place, added_tensors(alibi, segments))
     if _is_tracing():
         static = Static(causal, window, softcap, scale, layout, dropout_p, return_lse, deterministic)
-        return trace_dense(query, key, value, attn_mask, sinks, out, static, backend, None)
+        return trace_dense((query, key, value, attn_mask, sinks, out), static, backend, None)
     try:
         left, right = window
         # The types, since 1, 1.0 and True are one key of a dict: who takes 1.0 need not take True.

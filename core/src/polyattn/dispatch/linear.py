@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +14,7 @@ from ..selection import overrides
 from ..semantics.validation import LinearOptions, check_linear, check_words, has_shapes_only
 from .binding import Asked, explained_by
 from .bound_table import BoundTable
-from .call_key import (
-    CallKey,
-    Found,
-    Static,
-    autocasted,
-    backend_name,
-    found,
-    grad_on,
-    request_of,
-    without_autocast,
-)
+from .call_key import CallKey, Found, Static, autocasted, backend_name, found, grad_on, request_of, without_autocast
 from .compile.facts import counted
 from .compile.trace import trace_linear
 from .dense import dense_signature
@@ -84,13 +75,14 @@ def linear_attention(
     Raises:
         InvalidInputError, UnsupportedRequestError, BackendUnavailableError: as `polyattn.attention`.
     """
+    four = (query, key, value, out)
     given = {"gate": gate, "beta": beta, "state": state, "cu_seqlens": cu_seqlens}
     more = {"state_slots": state_slots, "parents": parents, "a_log": a_log, "dt_bias": dt_bias}
     options = LinearOptions(method, state_layout, qk_norm, every_state, gate_bound, beta_range)
     if torch.compiler.is_compiling() or counted() or has_shapes_only(query):
-        traced: tuple[Tensor, Tensor] = trace_linear(query, key, value, out, given, more, scale, options, backend)
+        traced: tuple[Tensor, Tensor] = trace_linear(four, given, more, scale, options, backend)
         return traced
-    call = _Call.of(query, key, value, out, given, more, scale, options)
+    call = _Call.of(four, given, more, scale, options)
     scope, backend = overrides.SCOPE.get(), backend_name(backend)
     entry = found(_table, (*call.signature(), backend, scope), call.request, backend, scope)
     run = entry.chosen.ranged("linear_attention", entry.run)
@@ -109,17 +101,11 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        given: dict[str, Any],
-        more: dict[str, Any],
-        scale: Any,
-        options: LinearOptions,
+        cls, four: Sequence[Any], given: dict[str, Any], more: dict[str, Any], scale: Any, options: LinearOptions
     ) -> _Call:
-        """given: gate, beta, state, cu_seqlens. more: what the call has beside, None = it has not."""
+        """four: query, key, value, out. given: gate, beta, state, cu_seqlens. more: what the call has beside, None = it
+        has not."""
+        query, key, value, out = four
         check_words(*options)
         static = Static(scale=scale).checked()
         query, key, value = autocasted(query, key, value)
@@ -167,7 +153,7 @@ class _Call(NamedTuple):
 def _asked(backend: Any, query: Any, key: Any, value: Any, out: Any, scale: Any, **given: Any) -> Asked:
     options = LinearOptions(**{name: given.pop(name) for name in LinearOptions._fields})
     more = {name: given.pop(name) for name in ("state_slots", "parents", "a_log", "dt_bias")}
-    call = _Call.of(query, key, value, out, given, more, scale, options)
+    call = _Call.of((query, key, value, out), given, more, scale, options)
     request = call.request()
     return request, backend_name(backend), extent_of(request)(*call.tensors, **call.given)
 

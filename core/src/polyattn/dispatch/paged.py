@@ -7,7 +7,7 @@ binds through `polyattn.serving`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..adapters.alignment import aligned
 from ..adapters.device import capturing
 from ..adapters.strides import with_unit_last_stride
 from ..contract import AttentionRequest, KVPart, PagedTables, scalars
+from ..contract.families import FAMILY_SPECS
 from ..contract.lengths import extent_of
 from ..contract.request import made
 from ..epoch import EPOCH
@@ -25,33 +26,28 @@ from ..selection import overrides
 from ..semantics import validation
 from .binding import Asked, device_facts, dtype_name, explained_by, remembered
 from .bound_table import SIGNATURES_KEPT
-from .call_key import Static, backend_name, site_of, torch_deterministic
+from .call_key import Static, backend_name, site_of, torch_deterministic, without_autocast
+from .compile.errors import INFERENCE_ONLY
+from .compile.facts import counted
+from .compile.trace_cached import CachedCall, trace_cached, trained, value_dim
 from .device_facts import forward_mode
 
-__all__ = ["mla_attention", "paged_attention"]
+__all__ = ["mla_attention", "paged_attention", "served"]
 
 
-def _steps(longest: int, *, tree: bool, chunked_prefix: bool, kv_parts: Sequence[KVPart]) -> dict[str, Any]:
+def _step(call: CachedCall) -> dict[str, Any]:
     """The fields that say what step of an engine a call is."""
-    decode = longest == 1 and not tree and not chunked_prefix
+    parts, tree, chunked = call.given["kv_parts"], call.more["tree"], call.more["chunked_prefix"]
+    decode = call.tables.max_seqlen_q == 1 and not tree and not chunked
     # Groups of a part may be longer than the queries of a sequence, and than the keys they see.
-    grouped = any(part.max_seqlen_q > 1 for part in kv_parts)
+    grouped = any(part.max_seqlen_q > 1 for part in parts)
     return {
         "phase": "verify" if tree else "decode" if decode else "extend",
         "s_relation": "more" if grouped else "one" if decode else "fewer",
         "tree": bool(tree),
-        "chunked_prefix": bool(chunked_prefix),
-        "kv_parts": len(kv_parts),
+        "chunked_prefix": bool(chunked),
+        "kv_parts": len(parts),
     }
-
-
-def _mask_kind(attn_mask: Tensor | None) -> str:
-    return "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "additive"
-
-
-def _parts(parts: Sequence[KVPart]) -> dict[str, Any]:
-    # A backend that knows no parts need not know the keyword.
-    return {"kv_parts": [_row_major(part) for part in parts]} if parts else {}
 
 
 def _row_major(part: KVPart) -> KVPart:
@@ -70,9 +66,7 @@ def _kernel_tables(tables: PagedTables) -> PagedTables:
 
 def _no_grad(*tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise InvalidInputError(
-            "attention over a paged cache is inference only; run it under torch.no_grad(), or train with attention()"
-        )
+        raise InvalidInputError(INFERENCE_ONLY)
     if forward_mode(*tensors):
         raise InvalidInputError(
             "attention over a paged cache is inference only, and forward-mode AD (torch.func.jvp, jacfwd, a dual "
@@ -80,20 +74,37 @@ def _no_grad(*tensors: Tensor | None) -> None:
         )
 
 
-def _static(*given: Any) -> Static:
-    """(causal, window, softcap, scale, return_lse, deterministic, chunk, role, batch_invariant), checked."""
-    found: Static = site_of(_packed, (*given[:4], "THD", 0.0, *given[4:]))
-    return found
-
-
 def _packed(static: Static, *_: Any) -> Static:
     return static.checked(("THD",))
 
 
-def _request(static: Static, query: Tensor, **fields: Any) -> AttentionRequest:
-    device = query.device
-    facts = {"heads": query.shape[1], "zero_size": not query.shape[0], "graph_capture": capturing(device.type)}
-    return _known_request(EPOCH.value, static, query.dtype, device, torch_deterministic(), **facts, **fields)
+def _request(
+    call: CachedCall, static: Static, pools: dict[str, Tensor], page_axis: int, v_head_dim: int, **fields: Any
+) -> AttentionRequest:
+    """Check what calls over both kinds of caches have beside their caches and new rows; what such a call asks for."""
+    tables, given, more = call.tables, call.given, call.more
+    query, mask, parts = call.tensors[0], given["attn_mask"], given["kv_parts"]
+    for name in ("tree", "chunked_prefix"):
+        scalars.flag(name, more[name])
+    options = (*tables[3:5], mask, given.get("sinks"), given["out"], v_head_dim, call.tensors)
+    validation.check_serving_options(query, tables.page_table.shape[0], *options)
+    validation.check_kv_parts(query, parts, static.window, static.chunk, pools, page_axis, given.get("k_scale"))
+    if more["tree"]:
+        validation.check_tree(mask, tables, more["chunked_prefix"], parts)
+    _no_grad(*trained(call))
+    facts = {
+        "family": call.family,
+        "heads": query.shape[1],
+        "head_dim": query.shape[2],
+        "v_head_dim": int(v_head_dim),
+        "page_size": call.tensors[1].shape[page_axis],
+        "zero_size": not query.shape[0],
+        "large": max(tensor.numel() for tensor in call.tensors) >= 2**31,
+        "graph_capture": capturing(query.device.type),
+        "mask": "none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
+        **_step(call),
+    }
+    return _known_request(EPOCH.value, static, query.dtype, query.device, torch_deterministic(), **facts, **fields)
 
 
 @functools.lru_cache(maxsize=SIGNATURES_KEPT)
@@ -103,93 +114,85 @@ def _known_request(
     return made(**static.fields(exact), **device_facts(device), dtype=dtype_name(dtype), **fields).normalised()
 
 
-_GIVEN = ("key", "value", "attn_mask", "sinks", "k_scale", "v_scale", "out")
-"""Optional tensors of a paged call, as kernels take them."""
+_LATER = ("alibi", "token_indices")
+"""What was added to the contract later, and is left out where it is not given; so are parts."""
 
 
-def _paged_request(
-    static: Static,
-    tables: PagedTables,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    *,
-    kv_layout: str,
-    save_kv_cache: bool,
-    alibi: Tensor | None,
-    **given: Any,
-) -> AttentionRequest:
-    """Check a paged call; what it asks for. given: `_GIVEN`, and the steps of `_steps`."""
-    key, value, attn_mask, sinks, k_scale, v_scale, out = (given.pop(name) for name in _GIVEN)
-    scalars.flag("save_kv_cache", save_kv_cache)
-    validation.check_paged(query, key_cache, value_cache, tables, kv_layout)
-    if save_kv_cache and (key is None or value is None):
+def _paged_request(call: CachedCall, static: Static) -> AttentionRequest:
+    """Check a paged call; what it asks for."""
+    (query, key_cache, value_cache), tables, given, more = call[1:5]
+    key, value, alibi = given["key"], given["value"], given["alibi"]
+    save, layout = more["save_kv_cache"], more["kv_layout"]
+    scalars.flag("save_kv_cache", save)
+    validation.check_paged(query, key_cache, value_cache, tables, layout)
+    if save and (key is None or value is None):
         raise InvalidInputError("save_kv_cache=True writes new keys and values: pass key and value [T_q, H_kv, D]")
-    h, p = (2, 1) if kv_layout == "NHD" else (1, 2)
+    h, p = (2, 1) if layout == "NHD" else (1, 2)
     heads = key_cache.shape[h]
-    granularity = validation.check_storage(query, key_cache, value_cache, k_scale, v_scale, heads)
-    fp4 = key_cache.dtype == torch.uint8
-    v_head_dim = value_cache.shape[3] * (2 if fp4 else 1)
+    granularity = validation.check_storage(query, key_cache, value_cache, given["k_scale"], given["v_scale"], heads)
+    v_head_dim = value_dim(call.tensors, more)
     validation.check_new_keys(query, key, value, heads, v_head_dim)
-    if save_kv_cache:
+    if save:
         validation.check_saving(key_cache, value_cache, tables, key_cache.shape[p])
     validation.check_alibi(alibi, query, query.shape[1])
+    fields: dict[str, Any] = {
+        "kv_heads": heads,
+        "kv_dtype": "fp4_e2m1" if key_cache.dtype == torch.uint8 else dtype_name(key_cache.dtype),
+        "kv_layout": layout,
+        "kv_scales": granularity,
+        "save_kv_cache": None if key is None else bool(save),
+        "sinks": given["sinks"] is not None,
+        "alibi": alibi is not None,
+        "misaligned": not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
+    }
     pools = {"key_cache": key_cache, "value_cache": value_cache}
-    _check_rest(static, tables, query, pools, p, v_head_dim, attn_mask, sinks, out, scales=k_scale, **given)
-    _no_grad(query, key_cache, value_cache, key, value, sinks, attn_mask, alibi)
+    return _request(call, static, pools, p, v_head_dim, **fields)
+
+
+def _mla_request(call: CachedCall, static: Static) -> AttentionRequest:
+    """Check a latent call; what it asks for."""
+    (query, cache), tables, given, more = call[1:5]
+    form = validation.check_mla(query, cache, more["v_head_dim"])
+    if static.scale is None:
+        raise InvalidInputError(
+            "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
+            "(the default of a 576-wide row would be wrong)"
+        )
+    validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
+    lists, causal = given["token_indices"], static.causal
     return _request(
+        call,
         static,
-        query,
-        family="paged",
-        kv_heads=heads,
-        head_dim=query.shape[2],
-        v_head_dim=v_head_dim,
-        kv_dtype="fp4_e2m1" if fp4 else dtype_name(key_cache.dtype),
-        page_size=key_cache.shape[p],
-        kv_layout=kv_layout,
-        kv_scales=granularity,
-        save_kv_cache=None if key is None else bool(save_kv_cache),
-        mask=_mask_kind(attn_mask),
-        sinks=sinks is not None,
-        alibi=alibi is not None,
-        large=max(query.numel(), key_cache.numel(), value_cache.numel()) >= 2**31,
-        misaligned=not aligned(*(tensor for tensor in (query, key, value) if tensor is not None)),
-        **_steps(tables.max_seqlen_q, **given),
+        {"cache": cache},
+        1,
+        more["v_head_dim"],
+        kv_heads=1,
+        kv_dtype=form.kv_dtype if form else "auto",
+        kv_scales=form.kv_scales if form else "",
+        misaligned=not aligned(query),
+        token_topk=0 if lists is None else validation.check_token_indices(query, lists, tables, causal),
     )
 
 
-def _check_rest(
-    static: Static,
-    tables: PagedTables,
-    query: Tensor,
-    pools: dict[str, Tensor],
-    page_axis: int,
-    v_head_dim: int,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
-    *,
-    scales: Tensor | None,
-    tree: bool,
-    chunked_prefix: bool,
-    kv_parts: Sequence[KVPart],
-) -> None:
-    """What calls over both kinds of caches have beside their caches and new rows."""
-    for name, flag in (("tree", tree), ("chunked_prefix", chunked_prefix)):
-        scalars.flag(name, flag)
-    options = (tables.max_seqlen_q, tables.max_seqlen_k, attn_mask, sinks, out, v_head_dim, (query, *pools.values()))
-    validation.check_serving_options(query, tables.page_table.shape[0], *options)
-    validation.check_kv_parts(query, kv_parts, static.window, static.chunk, pools, page_axis, scales)
-    if tree:
-        validation.check_tree(attn_mask, tables, chunked_prefix, kv_parts)
+_REQUESTS = {"paged": _paged_request, "mla": _mla_request}
+_MORE = ("kv_layout", "save_kv_cache", "v_head_dim", "tree", "chunked_prefix")
 
 
-def _run(
-    call: str, request: AttentionRequest, backend: Any, tables: PagedTables, *tensors: Tensor, **given: Any
-) -> Any:
-    """Serve a checked call. given: of its kernel; what was added to the contract later is left out where it is None."""
-    chosen = remembered(request, backend_name(backend), overrides.SCOPE.get(), EPOCH.value)
-    return chosen.ranged(call, chosen.bound.forward)(*tensors, tables=_kernel_tables(tables), **given)
+def _run(call: CachedCall) -> Any:
+    seen = torch.compiler.is_compiling() or counted()
+    return trace_cached(call) if seen else served(call, overrides.SCOPE.get())
+
+
+def served(call: CachedCall, scope: overrides.Scope) -> Any:
+    """Check a call over a cache and run it."""
+    request = _REQUESTS[call.family](call, site_of(_packed, call.static, None, scope))
+    chosen = remembered(request, backend_name(call.backend), scope, EPOCH.value)
+    # A backend that is older than one of these need not know the keyword.
+    given = {name: one for name, one in call.given.items() if one is not None or name not in _LATER}
+    if parts := given.pop("kv_parts"):
+        given["kv_parts"] = [_row_major(part) for part in parts]
+    run = chosen.ranged(FAMILY_SPECS[call.family].call, chosen.bound.forward)
+    return without_autocast(run, *call.tensors, tables=_kernel_tables(call.tables), **given)
 
 
 def paged_attention(
@@ -251,67 +254,12 @@ def paged_attention(
     Raises:
         As `polyattn.attention`; InvalidInputError when gradients are wanted.
     """
-    static = _static(causal, window, softcap, scale, return_lse, deterministic, chunk, None, batch_invariant)
+    static = Static(causal, window, softcap, scale, "THD", 0.0, return_lse, deterministic, chunk, None, batch_invariant)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    given: dict[str, Any] = dict(zip(_GIVEN, (key, value, attn_mask, sinks, k_scale, v_scale, out), strict=True))
-    steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
-    how: dict[str, Any] = {"kv_layout": kv_layout, "save_kv_cache": save_kv_cache, "alibi": alibi}
-    request = _paged_request(static, tables, query, key_cache, value_cache, **given, **steps, **how)
-    given |= _parts(kv_parts) if alibi is None else {**_parts(kv_parts), "alibi": alibi}
-    return _run("paged_attention", request, backend, tables, query, key_cache, value_cache, **given)
-
-
-def _asked(backend: Any, given: dict[str, Any], request_of: Callable[..., AttentionRequest]) -> Asked:
-    names = ("causal", "window", "softcap", "scale", "return_lse", "deterministic", "chunk")
-    said = [given.pop(name, 0.0) for name in names]
-    static = _static(*said, None, given.pop("batch_invariant"))
-    tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
-    request = request_of(static, tables, **given)
-    return request, backend_name(backend), extent_of(request)(tables=tables)
-
-
-explained_by(paged_attention, lambda backend, **given: _asked(backend, given, _paged_request))
-
-
-def _mla_request(
-    static: Static,
-    tables: PagedTables,
-    query: Tensor,
-    cache: Tensor,
-    *,
-    v_head_dim: int,
-    attn_mask: Tensor | None,
-    token_indices: Tensor | None,
-    out: Tensor | None,
-    **steps: Any,
-) -> AttentionRequest:
-    """Check a latent call; what it asks for."""
-    form = validation.check_mla(query, cache, v_head_dim)
-    if static.scale is None:
-        raise InvalidInputError(
-            "mla_attention needs an explicit scale: that of the uncompressed heads, for example 192 ** -0.5 "
-            "(the default of a 576-wide row would be wrong)"
-        )
-    validation.check_page_table(query, tables, cache.shape[0], cache.shape[1])
-    _check_rest(static, tables, query, {"cache": cache}, 1, v_head_dim, attn_mask, None, out, scales=None, **steps)
-    listed = 0 if token_indices is None else validation.check_token_indices(query, token_indices, tables, static.causal)
-    _no_grad(query, cache, attn_mask)
-    return _request(
-        static,
-        query,
-        family="mla",
-        kv_heads=1,
-        head_dim=query.shape[2],
-        v_head_dim=int(v_head_dim),
-        kv_dtype=form.kv_dtype if form else "auto",
-        kv_scales=form.kv_scales if form else "",
-        page_size=cache.shape[1],
-        large=max(query.numel(), cache.numel()) >= 2**31,
-        misaligned=not aligned(query),
-        mask=_mask_kind(attn_mask),
-        token_topk=listed,
-        **_steps(tables.max_seqlen_q, **steps),
-    )
+    given: dict[str, Any] = {"key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks, "alibi": alibi}
+    given |= {"k_scale": k_scale, "v_scale": v_scale, "out": out, "kv_parts": kv_parts}
+    more = {"kv_layout": kv_layout, "save_kv_cache": save_kv_cache, "tree": tree, "chunked_prefix": chunked_prefix}
+    return _run(CachedCall("paged", (query, key_cache, value_cache), tables, given, more, static, backend))
 
 
 def mla_attention(
@@ -358,14 +306,21 @@ def mla_attention(
     Raises:
         As `paged_attention`.
     """
-    static = _static(causal, window, 0.0, scale, return_lse, deterministic, chunk, None, batch_invariant)
+    static = Static(causal, window, 0.0, scale, "THD", 0.0, return_lse, deterministic, chunk, None, batch_invariant)
     tables = PagedTables(page_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    steps: dict[str, Any] = {"tree": tree, "chunked_prefix": chunked_prefix, "kv_parts": kv_parts}
-    steps["token_indices"] = token_indices
-    request = _mla_request(static, tables, query, cache, v_head_dim=v_head_dim, attn_mask=attn_mask, out=out, **steps)
-    given = {"attn_mask": attn_mask, "out": out, **_parts(kv_parts)}
-    given |= {} if token_indices is None else {"token_indices": token_indices}
-    return _run("mla_attention", request, backend, tables, query, cache, **given)
+    given = {"attn_mask": attn_mask, "out": out, "kv_parts": kv_parts, "token_indices": token_indices}
+    more = {"v_head_dim": v_head_dim, "tree": tree, "chunked_prefix": chunked_prefix}
+    return _run(CachedCall("mla", (query, cache), tables, given, more, static, backend))
 
 
-explained_by(mla_attention, lambda backend, **given: _asked(backend, given, _mla_request))
+def _asked(family: str, backend: Any, **given: Any) -> Asked:
+    static = Static(layout="THD", **{name: given.pop(name) for name in Static._fields if name in given})
+    tables = PagedTables(**{name: given.pop(name) for name in PagedTables._fields[:5]})
+    tensors = tuple(given.pop(one.name) for one in FAMILY_SPECS[family].positional)
+    more = {name: given.pop(name) for name in _MORE if name in given}
+    request = _REQUESTS[family](CachedCall(family, tensors, tables, given, more, static, backend), _packed(static))
+    return request, backend_name(backend), extent_of(request)(tables=tables)
+
+
+explained_by(paged_attention, functools.partial(_asked, "paged"))
+explained_by(mla_attention, functools.partial(_asked, "mla"))

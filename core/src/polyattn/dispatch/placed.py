@@ -17,7 +17,7 @@ from ..errors import InvalidInputError
 from ..selection import overrides
 from ..selection.select import Selection
 from .binding import asks_method, load, select_here
-from .call_key import NOTHING, SITES_KEPT, Added, Static, public, site_of
+from .call_key import NOTHING, SITES_KEPT, Added, Six, Static, public, site_of
 from .compile.symbolic import recorded_call
 from .compile.trace import trace_dense
 from .compile.trace_placed import trace_placed
@@ -25,12 +25,9 @@ from .dense import DenseSite, attention, dense_request
 
 __all__ = ["asked", "asked_traced", "at", "explain"]
 
-_Tensors = tuple[Any, Any, Any, Any, Any, Any]
-"""(query, key, value, attn_mask, sinks, out)."""
-
 
 def at(
-    tensors: _Tensors,
+    tensors: Six,
     static: tuple[Any, ...],
     backend: str | None,
     scope: overrides.Scope | None,
@@ -74,7 +71,7 @@ def at(
         from .compile.between_graphs import between_graphs
 
         return between_graphs(at, tensors, static, backend, inside, place, added)
-    return trace_dense(*tensors, Static(*static), backend, scope, added)
+    return trace_dense(tensors, Static(*static), backend, scope, added)
 
 
 def _with_role(static: tuple[Any, ...], place: Any) -> tuple[Any, ...]:
@@ -104,7 +101,7 @@ asked_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain(
-    tensors: _Tensors,
+    tensors: Six,
     static: tuple[Any, ...],
     backend: str | None,
     scope: overrides.Scope | None,

@@ -58,7 +58,7 @@ class VarlenSite:
         q, k, v = call_key.autocasted(query, key, value)
         self._check(q, k, v, attn_mask=attn_mask, sinks=sinks, out=out, **lens)
         if validation.has_shapes_only(query) or counted():
-            return trace_varlen(query, key, value, attn_mask, sinks, out, lens, self.static, self._argument)
+            return trace_varlen((query, key, value, attn_mask, sinks, out), lens, self.static, self._argument)
         validation.check_lengths(q, k, **lens)
         signature = packed_key(query, key, value, attn_mask, sinks, out, lens)
         entry = self._table.get(signature)
@@ -167,7 +167,7 @@ def varlen_attention(
     if alibi is not None:
         lens["alibi"] = alibi
     if tracing:
-        return trace_varlen(query, key, value, attn_mask, sinks, out, lens, call_key.Static(*static), backend)
+        return trace_varlen((query, key, value, attn_mask, sinks, out), lens, call_key.Static(*static), backend)
     site: VarlenSite = call_key.site_of(VarlenSite, static, backend)
     return site(query, key, value, attn_mask, sinks, out, **lens)
 

@@ -42,13 +42,7 @@ from .lost_aliases import lost_aliases
 from .result_check import checking
 from .sources import CORE, Door, Source, announced, grouped, incompatible
 
-__all__ = [
-    "PluginManager",
-    "PluginReport",
-    "get_manager",
-    "register_plugin",
-    "reset_manager",
-]
+__all__ = ["PluginManager", "PluginReport", "get_manager", "register_plugin", "reset_manager"]
 
 log = logging.getLogger("polyattn.plugins")
 

@@ -14,16 +14,7 @@ from ..contract.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from ..errors import ConfigError, InvalidInputError, did_you_mean
 from .distributions import normalise_distribution
 
-__all__ = [
-    "CORE",
-    "CORE_MODULE",
-    "Door",
-    "Source",
-    "announced",
-    "grouped",
-    "incompatible",
-    "short_name",
-]
+__all__ = ["CORE", "CORE_MODULE", "Door", "Source", "announced", "grouped", "incompatible", "short_name"]
 
 CORE = "core"
 CORE_MODULE = "polyattn.backends.plugin"

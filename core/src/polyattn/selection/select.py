@@ -238,12 +238,7 @@ def _refusal(asked: Judge, choice: Choice, said: Judgement) -> Exception:
 
 
 def _selection(
-    asked: Judge,
-    said: Judgement,
-    source: str,
-    why: str,
-    notes: tuple[str, ...] = (),
-    passed: Iterable[Offer] = (),
+    asked: Judge, said: Judgement, source: str, why: str, notes: tuple[str, ...] = (), passed: Iterable[Offer] = ()
 ) -> Selection:
     info, provider = said.offer.info, said.provider
     if provider is None:

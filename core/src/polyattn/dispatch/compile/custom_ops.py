@@ -36,6 +36,15 @@ ADDED = {
 }
 """Arguments behind `plan`, which graphs saved before them do not have."""
 
+_TABLES = "Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_GIVEN = "Tensor? key, Tensor? value, Tensor? attn_mask, Tensor? sinks, Tensor? k_scale, Tensor? v_scale"
+_PARTS = "Tensor?[] kv_parts, SymInt[] part_lengths, str plan"
+CACHED = {
+    "paged": f"Tensor query, Tensor key_cache, Tensor value_cache, {_TABLES}, {_GIVEN}, {_PARTS}, Tensor? alibi=None",
+    "mla": f"Tensor query, Tensor cache, {_TABLES}, Tensor? attn_mask, {_PARTS}, Tensor? token_indices=None",
+}
+"""Of the families that read a cache all arguments. `paged_saving` is `paged` that writes new keys to its caches."""
+
 
 @functools.cache
 def op_plans() -> Any:
@@ -115,4 +124,27 @@ def _second(ctx: Any, *grads: Any) -> Any:
     op_plans().refuse_second()
 
 
+@functools.cache
+def _cached() -> Any:
+    return import_module(".trace_cached", __package__)
+
+
+def _register(name: str, family: str, *written: str) -> None:
+    """An op of a family that reads a cache. It makes the eager call, and has no gradient."""
+    arguments = CACHED[family]
+    for letter, one in zip("ab", written, strict=False):
+        arguments = arguments.replace(f"Tensor {one},", f"Tensor({letter}!) {one},")
+    schema = f"({arguments}) -> (Tensor, Tensor)"
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _cached().forward(family, *given)
+        return found
+
+    op = torch.library.custom_op(f"polyattn::{name}", run, mutates_args=written, schema=schema)
+    op.register_fake(lambda *given: _cached().outputs(family, *given))
+
+
 _OPS = [_Op(family, arguments) for family, arguments in SCHEMAS.items()]
+_register("mla", "mla")
+_register("paged", "paged")
+_register("paged_saving", "paged", "key_cache", "value_cache")

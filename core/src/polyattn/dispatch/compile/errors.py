@@ -10,7 +10,11 @@ import torch
 
 from ...errors import PolyattnError, UnsupportedRequestError
 
-__all__ = ["raising", "refuse_derivatives"]
+__all__ = ["INFERENCE_ONLY", "raising", "refuse_transforms"]
+
+INFERENCE_ONLY = (
+    "attention over a paged cache is inference only; run it under torch.no_grad(), or train with attention()"
+)
 
 
 def raising(error: PolyattnError) -> Callable[..., Any]:
@@ -34,9 +38,10 @@ def raising(error: PolyattnError) -> Callable[..., Any]:
     return hidden
 
 
-def refuse_derivatives(around: str) -> None:
-    """What torch.func derives while it is traced it must look into; it would take a custom op for a constant."""
-    if around in ("grad", "gradgrad", "jvp"):
+def refuse_transforms(around: str) -> None:
+    """What torch.func derives while it is traced it must look into, and would take a custom op for a constant; nor has
+    an op a rule of batching."""
+    if around in ("grad", "gradgrad", "jvp", "vmap"):
         raise UnsupportedRequestError(
             f"attention inside a torch.func transform ({around}) that is compiled, by a custom op that no transform "
             "looks into. Leave what is transformed to eager code (torch.compiler.disable, or compile the function "

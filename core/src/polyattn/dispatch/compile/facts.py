@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...semantics.validation import LinearOptions, local_only
-from ..call_key import LARGE, Added, Static
+from ..call_key import LARGE, Added, Six, Static
 
 __all__ = [
     *("TensorFacts", "added_facts", "constants", "counted", "fixed", "fixed_int"),
-    *("map_fits", "mask_fits", "tensor_facts"),
+    *("map_fits", "mask_fits", "out_fits", "tensor_facts"),
 ]
 
 
@@ -110,8 +110,8 @@ def map_fits(block_map: Tensor, query: Tensor, key: Tensor, block_shape: tuple[i
     )
 
 
-def _out_fits(out: Tensor, query: Tensor, value: Tensor) -> str:
-    fits = out.ndim == query.ndim and out.shape[:-1] == query.shape[:-1] and out.shape[-1] == value.shape[-1]
+def out_fits(out: Tensor, query: Tensor, d_v: int) -> str:
+    fits = out.ndim == query.ndim and out.shape[:-1] == query.shape[:-1] and out.shape[-1] == d_v
     if not fits:
         return "does not fit"
     # Only a stride of 0: a comparison of others would be a guard on lengths.
@@ -156,39 +156,31 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[bool, bool]:
     )
 
 
-def _misplaced(query: Tensor, *others: Tensor | None) -> str:
+def _misplaced(six: Six) -> str:
     """What is wrong with where the tensors are, or nothing."""
-    for name, tensor in zip(("query", "key", "value", "attn_mask", "sinks", "out"), (query, *others), strict=True):
+    for name, tensor in zip(("query", "key", "value", "attn_mask", "sinks", "out"), six, strict=True):
         if tensor is None:
             continue
         if type(tensor).__name__ == "DTensor":
             return local_only(name)
-        if tensor.device != query.device:
+        if tensor.device != six[0].device:
             return "the tensors of the call are on different devices; move them to one"
     return ""
 
 
-def tensor_facts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
-    heads: int,
-    like: Tensor | None = None,
-) -> tuple[Any, ...]:
+def tensor_facts(six: Six, heads: int, like: Tensor | None = None) -> tuple[Any, ...]:
     """`TensorFacts` of a call. heads: axis of H_q in the query. like: has the shape of the output but for its last
     axis; None = the query."""
+    query, key, value, attn_mask, sinks, out = six
     kind = query.device.type
     grad = torch.is_grad_enabled()
     return (
         str(query.device),
         (query.dtype, key.dtype, value.dtype),
-        _misplaced(query, key, value, attn_mask, sinks, out),
+        _misplaced(six),
         None if attn_mask is None else attn_mask.dtype,
         None if sinks is None else (_fits(sinks, query, query.shape[heads]), sinks.dtype),
-        None if out is None else (_out_fits(out, query if like is None else like, value), out.dtype),
+        None if out is None else (out_fits(out, query if like is None else like, value.shape[-1]), out.dtype),
         (
             grad and query.requires_grad,
             grad and key.requires_grad,

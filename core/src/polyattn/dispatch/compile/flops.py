@@ -6,8 +6,9 @@ discount for what masks hide.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,85 +20,65 @@ from . import custom_ops as _ops  # noqa: F401 - there must be ops to have formu
 
 __all__: list[str] = []
 
-
-def _forward(lengths: Iterator[tuple[int, int]], heads: int, d: int, d_v: int) -> int:
-    return sum(2 * heads * s_q * s_k * (d + d_v) for s_q, s_k in lengths)
-
-
-def _backward(lengths: Iterator[tuple[int, int]], heads: int, d: int, d_v: int) -> int:
-    return sum(2 * heads * s_q * s_k * (3 * d + 2 * d_v) for s_q, s_k in lengths)
+_Counts = tuple[int, int]
+"""Of a call and of its gradient."""
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, plan: str) -> tuple[Iterator[tuple[int, int]], int, int, int]:
+def _products(lengths: Iterable[tuple[int, int]], heads: int, d: int, d_v: int) -> _Counts:
+    pairs = heads * sum(s_q * s_k for s_q, s_k in lengths)
+    return 2 * pairs * (d + d_v), 2 * pairs * (3 * d + 2 * d_v)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, plan: str, **_: Any) -> _Counts:
     s, h = (1, 2) if json.loads(plan)["request"].get("layout", "BSHD") == "BSHD" else (2, 1)
-    lengths = ((query.shape[s], key.shape[s]) for _ in range(query.shape[0]))
-    return lengths, query.shape[h], query.shape[3], value.shape[3]
+    lengths = [(query.shape[s], key.shape[s])] * query.shape[0]
+    return _products(lengths, query.shape[h], query.shape[3], value.shape[3])
 
 
-def _packed(
-    query: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
-) -> tuple[Iterator[tuple[int, int]], int, int, int]:
-    if has_shapes_only(cu_q) or has_shapes_only(cu_k):
-        lengths = iter([(max_q, max_k)] * (cu_q.shape[0] - 1))
+def _packed(query: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any) -> _Counts:
+    lengths: Iterable[tuple[int, int]]
+    if has_shapes_only(cu_seqlens_q) or has_shapes_only(cu_seqlens_k):
+        lengths = [(given["max_seqlen_q"], given["max_seqlen_k"])] * (cu_seqlens_q.shape[0] - 1)
     else:
-        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
-    return lengths, query.shape[1], query.shape[2], value.shape[2]
+        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+    return _products(lengths, query.shape[1], query.shape[2], value.shape[2])
 
 
-@register_flop_formula(torch.ops.polyattn.dense, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, plan: str, *args: Any, **kw: Any) -> int:
-    return _forward(*_dense(query, key, value, plan))
+def _cached(
+    query: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, kv_parts: Any, out_val: Any, **given: Any
+) -> _Counts:
+    """The keys of a call, and those of its parts."""
+    tables = [(cu_seqlens_q, seq_lens), *zip(kv_parts[2::6], kv_parts[1::6], strict=True)]
+    if has_shapes_only(seq_lens):
+        pairs = [(given["max_seqlen_q"], given["max_seqlen_k"])] * seq_lens.shape[0]
+    else:
+        pairs = [pair for starts, lens in tables for pair in zip(starts.diff().tolist(), lens.tolist(), strict=True)]
+    return _products(pairs, query.shape[1], query.shape[2], out_val[0].shape[-1])
 
 
-@register_flop_formula(torch.ops.polyattn.dense_backward, get_raw=True)
-def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> int:
-    return _backward(*_dense(query, key, value, args[4]))
-
-
-@register_flop_formula(torch.ops.polyattn.varlen, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, *args: Any, **kw: Any) -> int:
-    return _forward(*_packed(query, value, *args[:4]))
-
-
-@register_flop_formula(torch.ops.polyattn.varlen_backward, get_raw=True)
-def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any, *args: Any,
-      **kw: Any) -> int:  # fmt: skip
-    return _backward(*_packed(query, value, *args[:4]))
-
-
-def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, plan: str
-) -> tuple[Iterator[tuple[int, int]], int, int, int]:
+def _blocks(query: Tensor, value: Tensor, block_counts: Tensor, block_indices: Tensor, plan: str, **_: Any) -> _Counts:
     """The listed blocks, whole ones; all that lists have room for, where they cannot be read."""
     block_q, block_k = json.loads(plan)["request"]["block_shape"]
-    shared = query.shape[0] * query.shape[1] // (counts.shape[0] * counts.shape[1])
-    listed = counts.numel() * indices.shape[-1] if has_shapes_only(counts) else int(counts.sum())
-    return iter([(block_q, block_k * listed * shared)]), 1, query.shape[3], value.shape[3]
+    shared = query.shape[0] * query.shape[1] // (block_counts.shape[0] * block_counts.shape[1])
+    room = block_counts.numel() * block_indices.shape[-1]
+    listed = room if has_shapes_only(block_counts) else int(block_counts.sum())
+    return _products([(block_q, block_k * listed * shared)], 1, query.shape[3], value.shape[3])
 
 
-@register_flop_formula(torch.ops.polyattn.block_sparse, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, valid: Any, plan: str, *args: Any,
-      **kw: Any) -> int:  # fmt: skip
-    return _forward(*_blocks(query, key, value, counts, indices, plan))
-
-
-@register_flop_formula(torch.ops.polyattn.block_sparse_backward, get_raw=True)
-def _(dout: Any, dlse: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, indices: Tensor, *args: Any,
-      **kw: Any) -> int:  # fmt: skip
-    return _backward(*_blocks(query, key, value, counts, indices, args[3]))
-
-
-def _recurrence(value: Tensor, width: int) -> int:
+def _recurrence(query: Tensor, value: Tensor, **_: Any) -> _Counts:
     """Of each token and value head: what the state says of its key, its update, and what it says of the query."""
-    batch, length, heads, d_v = value.shape
-    return 6 * batch * length * heads * width * d_v
+    forward = 6 * value.numel() * query.shape[3]
+    return forward, 2 * forward
 
 
-@register_flop_formula(torch.ops.polyattn.linear, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> int:
-    return _recurrence(value, query.shape[3])
+def _counted(names: list[str], counts: Callable[..., _Counts], which: int, *args: Any, **keywords: Any) -> int:
+    return counts(**dict(zip(names, args, strict=False)), **keywords)[which]
 
 
-@register_flop_formula(torch.ops.polyattn.linear_backward, get_raw=True)
-def _(dout: Any, dstate: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> int:
-    return 2 * _recurrence(value, query.shape[3])
+_FORMULAS: dict[str, Any] = {"dense": _dense, "varlen": _packed, "block_sparse": _blocks, "linear": _recurrence}
+_FORMULAS |= {"paged": _cached, "paged_saving": _cached, "mla": _cached}
+for _family, _formula in _FORMULAS.items():
+    for _which, _name in enumerate((_family, f"{_family}_backward")[: 1 if _formula is _cached else 2]):
+        _op = getattr(torch.ops.polyattn, _name)
+        _names = [one.name for one in _op.default._schema.arguments]
+        register_flop_formula(_op, get_raw=True)(functools.partial(_counted, _names, _formula, _which))

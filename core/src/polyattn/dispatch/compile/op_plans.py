@@ -29,7 +29,17 @@ from ...semantics.block_maps import check_block_map
 from ...semantics.validation import LinearOptions, check_linear
 from ..trace_requests import observed
 
-__all__ = ["backward", "dense_axes", "differentiable", "forward", "op_plan", "outputs", "refuse_second"]
+__all__ = [
+    "backward",
+    "dense_axes",
+    "differentiable",
+    "forward",
+    "op_plan",
+    "outputs",
+    "refuse_second",
+    "returned",
+    "wide_dtype",
+]
 
 
 def op_plan(request: AttentionRequest, selection: Selection) -> str:
@@ -119,10 +129,13 @@ def forward(plan: str, family: str, arguments: Sequence[Any]) -> tuple[Tensor, T
     _check(request, query, key, value, given)
     with _range(plan) if _profiler._is_profiler_enabled else contextlib.nullcontext():
         result = bound.forward(query, key, value, **given)
+    return returned(result, query, [t for t in (query, key, value, *given.values()) if isinstance(t, Tensor)])
+
+
+def returned(result: Any, query: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A kernel's result as an op gives it: contiguous outputs that alias no input, whatever the kernel gave."""
     out, second = result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
-    inputs = [t for t in (query, key, value, *given.values()) if isinstance(t, Tensor)]
-    second = second.to(_wide_dtype(query)) if second.numel() else second
-    # The op promises contiguous outputs that alias no input, whatever the kernel gave.
+    second = second.to(wide_dtype(query)) if second.numel() else second
     return _own(out.contiguous(), inputs), _own(second.contiguous(), inputs)
 
 
@@ -169,13 +182,13 @@ def outputs(plan: str, family: str, arguments: Sequence[Any]) -> tuple[Tensor, T
         sizes = (query.shape[3], value.shape[3])
         state = sizes if _bound(plan, EPOCH.value)[0].state_layout != "VK" else sizes[::-1]
         shape: Sequence[Any] = (count, value.shape[2], *state)
-        return value.new_empty(value.shape), query.new_empty(shape, dtype=_wide_dtype(query))
+        return value.new_empty(value.shape), query.new_empty(shape, dtype=wide_dtype(query))
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     shape = query.shape[:-1] if _gives_lse(plan) else (0,)
-    return out, query.new_empty(shape, dtype=_wide_dtype(query) if _gives_lse(plan) else torch.float32)
+    return out, query.new_empty(shape, dtype=wide_dtype(query) if _gives_lse(plan) else torch.float32)
 
 
-def _wide_dtype(query: Tensor) -> torch.dtype:
+def wide_dtype(query: Tensor) -> torch.dtype:
     """S6, S10: fp32, and fp64 for float64 inputs."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 

@@ -7,7 +7,8 @@ process-wide through the epoch's token; measurements change that only where they
 otherwise. Lengths stay symbolic.
 
 Traceable forwards are inlined. Others, and trainable ones that bring their own backward, become
-the custom op of their family (`polyattn.dispatch.compile.custom_ops`), as calls of the other families always do.
+the custom op of their family (`polyattn.dispatch.compile.custom_ops`), as calls of the other families always do. Those
+over a cache choose when the graph runs (`polyattn.dispatch.compile.trace_cached`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,10 +34,10 @@ from ...semantics.linear_gates import computed_gates
 from ...semantics.reference import unit_rows
 from ...semantics.validation import FLOATS, LinearOptions, check_traced_gates
 from ..binding import Chosen, choose
-from ..call_key import NOTHING, Added, CallKey, Static, request_of, runner
+from ..call_key import NOTHING, Added, CallKey, Six, Static, request_of, runner
 from ..device_facts import transform_around
 from . import custom_ops as _ops  # noqa: F401 - that they are registered
-from .errors import raising, refuse_derivatives
+from .errors import raising, refuse_transforms
 from .facts import TensorFacts, added_facts, constants, fixed, fixed_int, gate_facts, map_fits, mask_fits, tensor_facts
 from .op_plans import op_plan
 
@@ -49,6 +50,7 @@ _Backend = str | None
 _plans = types.ModuleType("polyattn._plans", "Functions that dynamo inlines, one per choice made while tracing.")
 _numbers = itertools.count()
 _names: dict[Any, str] = {}
+overrides.tracing = torch.compiler.is_dynamo_compiling
 
 
 def _constant(function: _F) -> _F:
@@ -94,22 +96,12 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, axis: int) -> tuple[Any, .
 
 
 def _facts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
-    heads: int,
-    length: int,
-    relation: str,
-    given: _Facts,
-    added: Added = NOTHING,
-    like: Tensor | None = None,
+    six: Six, heads: int, length: int, relation: str, given: _Facts, added: Added = NOTHING, like: Any = None
 ) -> _Facts:
     """A `_Call`. heads, length: axes, of which packed tokens share one. like: as `tensor_facts`."""
+    query, key, value = six[:3]
     return (
-        tensor_facts(query, key, value, attn_mask, sinks, out, heads, like),
+        tensor_facts(six, heads, like),
         _heads(query, key, value, heads),
         _heads(query, key, value, query.ndim - 1),
         relation,
@@ -120,45 +112,28 @@ def _facts(
 
 
 def trace_dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
-    static: Static,
-    backend: str | None,
-    scope: overrides.Scope | None,
-    added: Added = NOTHING,
+    six: Six, static: Static, backend: str | None, scope: overrides.Scope | None, added: Added = NOTHING
 ) -> Any:
     """A dense call being traced."""
+    query, key, value, attn_mask, sinks, out = six
     _check_ranks(query, key, value, 4)
     s, h = (1, 2) if static.layout == "BSHD" else (2, 1)
     s_q, s_k = query.shape[s], key.shape[s]
     fits = None if attn_mask is None else "fits" if mask_fits(attn_mask, query, h, s_q, s_k) else "does not fit"
-    call = _facts(query, key, value, attn_mask, sinks, out, h, s, _relation(s_q, s_k), (fits,), added)
+    call = _facts(six, h, s, _relation(s_q, s_k), (fits,), added)
     scope = overrides.current_scope() if scope is None else scope
     more = (added.get("alibi"), added.get("q_segments"), added.get("k_segments"))
     return traced("dense", call, constants(static), backend, scope, query, key, value, out, attn_mask, sinks, *more)
 
 
-def trace_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor | None,
-    lens: dict[str, Any],
-    static: Static,
-    backend: str | None,
-) -> Any:
+def trace_varlen(six: Six, lens: dict[str, Any], static: Static, backend: str | None) -> Any:
     """A packed call being traced. Token counts stay symbolic; the longest lengths may be constants or symbols."""
+    query, key, value, attn_mask, sinks, out = six
     _check_ranks(query, key, value, 3)
     cu_q, cu_k = lens["cu_seqlens_q"], lens["cu_seqlens_k"]
     max_q, max_k = lens["max_seqlen_q"], lens["max_seqlen_k"]
     how = "equal" if cu_q is cu_k else "one" if max_q == 1 else "more"
-    call = _facts(query, key, value, attn_mask, sinks, out, 1, 0, how, (cu_q.dtype, cu_k.dtype), lens)
+    call = _facts(six, 1, 0, how, (cu_q.dtype, cu_k.dtype), lens)
     tensors = (query, key, value, out, attn_mask, sinks, cu_q, cu_k, max_q, max_k, lens.get("alibi"))
     return traced("varlen", call, constants(static), backend, overrides.current_scope(), *tensors)
 
@@ -195,7 +170,7 @@ def trace_block_sparse(
         *(None if block_map is None else block_map.dtype, lists is not None, listed),
         *(blocks.valid is not None, blocks.starts is not None),
     )
-    call = _facts(query, key, value, None, None, out, 1, 2, _relation(query.shape[2], key.shape[2]), given)
+    call = _facts((query, key, value, None, None, out), 1, 2, _relation(query.shape[2], key.shape[2]), given)
     counts, indices = (lists[0], lists[1]) if listed else (block_map, None)
     tensors = (query, key, value, out, counts, indices, blocks.valid, blocks.starts)
     result = traced("block_sparse", call, constants(static), backend, overrides.current_scope(), *tensors)
@@ -205,18 +180,12 @@ def trace_block_sparse(
 
 
 def trace_linear(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor | None,
-    given: dict[str, Any],
-    more: dict[str, Any],
-    scale: float | None,
-    options: LinearOptions,
-    backend: str | None,
+    four: Sequence[Any], given: dict[str, Any], more: dict[str, Any], scale: Any, options: LinearOptions, backend: Any
 ) -> Any:
-    """A linear call being traced. given: gate, beta, state, cu_seqlens; they are checked when the graph runs. more: raw
-    gates, which are computed in the graph, and what steps of serving have, which are not compiled."""
+    """A linear call being traced. four: query, key, value, out. given: gate, beta, state, cu_seqlens; they are checked
+    when the graph runs. more: raw gates, which are computed in the graph, and what steps of serving have, which are not
+    compiled."""
+    query, key, value, out = four
     _check_ranks(query, key, value, 4)
     raw = (given["gate"], given["beta"], more["a_log"], more["dt_bias"])
     options, facts = gate_facts(options, query, value, *raw)
@@ -230,7 +199,7 @@ def trace_linear(
     lengths = "agree" if query.shape[1] == key.shape[1] else "differ"
     serves = more["state_slots"] is not None or more["parents"] is not None or options[3]
     said = (*options[:3], torch.is_grad_enabled() and trains, lengths, serves)
-    call = _facts(query, key, value, None, None, out, 2, 1, how, said, like=value)
+    call = _facts((query, key, value, None, None, out), 2, 1, how, said, like=value)
     static, scope = constants(Static(scale=scale)), overrides.current_scope()
     return traced("linear", call, static, backend, scope, query, key, value, out, gate, beta, state, cu_seqlens)
 
@@ -283,7 +252,7 @@ def _made(family: str, call: _Facts, static: _Facts, backend: str | None, scope:
         chosen = _exported(chosen)
         if _traceable(chosen):
             return publish(_inline(chosen, common.autocast))
-    refuse_derivatives(around)
+    refuse_transforms(around)
     return publish(_opaque(chosen, common.autocast, _prepared(family, facts)))
 
 

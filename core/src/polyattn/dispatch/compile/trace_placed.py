@@ -12,7 +12,7 @@ from ...contract import Place
 from ...errors import InvalidInputError
 from ...selection import overrides
 from ..call_key import Static
-from .errors import refuse_derivatives
+from .errors import refuse_transforms
 from .facts import constants
 from .trace import MAKERS, publish, traced
 
@@ -64,7 +64,7 @@ def trace_placed(
 
 def _made(facts: Any, static: tuple[Any, ...], backend: str | None, scope: overrides.Scope, around: str) -> str:
     (names, branch, role, given, wants, odd), autocast = facts
-    refuse_derivatives(around)
+    refuse_transforms(around)
     if odd:
         raise InvalidInputError(f"place: tensors[{odd[0]!r}] must be a tensor, or None where there is none")
     Static(*static).checked()
