@@ -176,7 +176,7 @@ OPTIONS: tuple[Option, ...] = (
             f"The backend of linear attention{where}.",
             "NAME",
             WHO,
-            _ENGINE | {"explain"},
+            _CHOICE,
             usual="that of --linear-attn-backend" if phase else "",
         )
         for phase, where in (("", ""), ("prefill_", " in prefill"), ("decode_", " in decode and of drafts"))
