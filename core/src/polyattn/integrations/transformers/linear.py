@@ -7,8 +7,11 @@ something is installed, and in that of a model that is built later.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from ...errors import InvalidInputError, UnsupportedRequestError
 from ...semantics.linear_conv import causal_conv
 from ..common.patching import Patches
 from ..common.reports import Recorder
+from .borders import refuse_borders, starts_of
 from .recurrent import RULES
 
 __all__ = ["reach", "reach_all", "recorded"]
@@ -42,6 +46,39 @@ def reach(module: Any, patches: Patches) -> None:
         patches.attribute(module, name, _rule(RULES[name]))
     if hasattr(module, CONVOLUTION):
         patches.attribute(module, CONVOLUTION, _convolution(getattr(module, CONVOLUTION)))
+    for kind in list(vars(module).values()):
+        own = isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__
+        if own and {"hidden_states", "position_ids"} <= inspect.signature(kind.forward).parameters.keys():
+            patches.attribute(kind, "forward", _with_positions(kind.forward))
+
+
+_positions: ContextVar[tuple[Any, Any] | None] = ContextVar("polyattn positions", default=None)
+"""The positions and the mask of the layer that runs: layers hand their linear attention the mask alone."""
+
+
+_traced: list[tuple[Any, Any]] = []
+"""The same while a model is compiled, which sees no context variables."""
+
+
+def _with_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward, whose positions are known inside: also where a backward computes it again."""
+
+    @functools.wraps(forward)
+    def told(self: nn.Module, *given: Any, **more: Any) -> Any:
+        said = more.get("position_ids"), more.get("attention_mask")
+        if torch.compiler.is_compiling():
+            _traced.append(said)
+            try:
+                return forward(self, *given, **more)
+            finally:
+                _traced.pop()
+        before = _positions.set(said)
+        try:
+            return forward(self, *given, **more)
+        finally:
+            _positions.reset(before)
+
+    return told
 
 
 _recorders: list[Callable[..., Any]] = []
@@ -143,10 +180,16 @@ def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _starts(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
-    """Return where packed sequences begin, int32 [N+1]; None where there is one in each row."""
+    """Return where packed sequences begin, int32 [N+1]; None where there is one in each row. Where nothing says it, the
+    positions of the layer that runs do."""
     if cu_seqlens is not None:
         return cu_seqlens.to(torch.int32)
     if seq_idx is None:
+        said = _traced[-1] if _traced else None
+        if not torch.compiler.is_compiling():  # also where the graph of a layer is broken
+            return starts_of(*(_positions.get() or said or (None, None)))
+        if said is not None:
+            refuse_borders(*said)
         return None
     if seq_idx.ndim != 2 or seq_idx.shape[0] != 1:
         raise InvalidInputError(
