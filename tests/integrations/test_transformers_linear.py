@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 from polyattn.integrations import transformers as pt
+from polyattn.integrations.common.patching import Patches
 from polyattn.integrations.transformers import linear
 
 from ..serving.models import HYBRID, prompt
@@ -120,6 +122,31 @@ def test_padding_is_no_border() -> None:
     found = logits(model, torch.cat([rows(), ids[:, :3]], 1), **behind)
     alone = [logits(model, part) for part in rows().split(LENGTHS, 1)]
     torch.testing.assert_close(found[:, :15], torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+class Model(torch.nn.Module):
+    """As transformers' models that hand positions to no layer."""
+
+    def forward(self, inputs_embeds: Tensor, position_ids: Any = None, attention_mask: Any = None, **_: Any) -> Tensor:
+        return inputs_embeds
+
+
+def test_a_model_whose_layers_see_no_positions_refuses_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("transformers.models.toy.modeling_toy")
+    module.Model, module.torch_chunk_gated_delta_rule = Model, lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(Model, "__module__", module.__name__)
+    own, patches = Model.forward, Patches()
+    linear.reach(module, patches)
+    x, said = torch.zeros(1, sum(LENGTHS), 4), packed("position_ids")["position_ids"]
+    with pytest.raises(InvalidInputError, match=r"Model hands them to no layer.*give cu_seq_lens_q and its partners"):
+        Model()(x, position_ids=said)
+    compiled = torch.compile(Model(), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="position_ids start again at 0"):
+        compiled(x, position_ids=said)
+    for fine in (packed("seq_idx"), packed("cu_seq_lens"), {"position_ids": torch.arange(15)[None]}, {}):
+        assert Model()(x, **fine) is x
+    patches.undo()
+    assert Model.forward is own
 
 
 @pytest.mark.usefixtures("_installed")

@@ -46,10 +46,12 @@ def reach(module: Any, patches: Patches) -> None:
         patches.attribute(module, name, _rule(RULES[name]))
     if hasattr(module, CONVOLUTION):
         patches.attribute(module, CONVOLUTION, _convolution(getattr(module, CONVOLUTION)))
-    for kind in list(vars(module).values()):
-        own = isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__
-        if own and {"hidden_states", "position_ids"} <= inspect.signature(kind.forward).parameters.keys():
-            patches.attribute(kind, "forward", _with_positions(kind.forward))
+    parts = [part for part in vars(module).values() if isinstance(part, type) and issubclass(part, nn.Module)]
+    takes = {p: inspect.signature(p.forward).parameters.keys() for p in parts if p.__module__ == module.__name__}
+    told = [part for part, words in takes.items() if {"hidden_states", "position_ids"} <= words]
+    wrapped = _with_positions if told else _without_positions
+    for part in told or [part for part, words in takes.items() if {"inputs_embeds", "position_ids"} <= words]:
+        patches.attribute(part, "forward", wrapped(part.forward))
 
 
 _positions: ContextVar[tuple[Any, Any] | None] = ContextVar("polyattn positions", default=None)
@@ -113,6 +115,25 @@ def recorded(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 def _attend(*given: Any, **options: Any) -> Any:
     call = _recorders[-1] if _recorders else linear_attention
     return call(*given, **options)
+
+
+def _without_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward, which refuses packed rows that only positions tell apart: its layers never see positions."""
+
+    @functools.wraps(forward)
+    def told(self: nn.Module, *given: Any, **more: Any) -> Any:
+        if more.get("cu_seq_lens_q") is None and more.get("seq_idx") is None:
+            said = more.get("position_ids"), more.get("attention_mask")
+            if torch.compiler.is_compiling():
+                refuse_borders(*said)
+            elif starts_of(*said) is not None:
+                raise InvalidInputError(
+                    f"position_ids start again at 0 within a row, and {type(self).__name__} hands them to no layer, so "
+                    f"that packed sequences would mix: give cu_seq_lens_q and its partners, or a row for each sequence"
+                )
+        return forward(self, *given, **more)
+
+    return told
 
 
 def _rule(method: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
