@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import polyattn
+from polyattn.cli.options import options_of
 from polyattn.registry.manager import reset_manager
 
 from .conftest import Run
@@ -72,6 +73,27 @@ def test_options_of_backends(run: Run) -> None:
             ("--attention-backend-config", "sliding_tile_attn.mask_strategy_file_path=/nowhere.json"),
             "mask_strategy_file_path='/nowhere.json' does not exist",
         ),
+        (
+            ("--attention-backend", "sliding_tile_attn"),
+            "[t, h, w]; where there is none, sta_mode=STA_searching begins one",
+        ),
+        (
+            ("--component-attention-backends", "transformer=sliding_tile_attn"),
+            "needs the option 'mask_strategy_file_path' (path) where sta_mode='STA_inference'",
+        ),
+        (
+            ("--attention-backend-config", "sliding_tile_attn.sta_mode=STA_searching"),
+            "needs the option 'sta_search_path' (str) where sta_mode='STA_searching': folder of the losses of a search",
+        ),
+        (
+            ("--linear-attn-backend", "torch_natve"),
+            "linear_attn_backend='torch_natve' (command line) is not a known backend. Did you mean 'torch_native'",
+        ),
+        (
+            ("--linear-attn-decode-backend", "torch_sdpa"),
+            "linear_attn_decode_backend='torch_sdpa' (command line) serves no linear attention: name ",
+        ),
+        (("--linear-attn-prefill-backend", "fla!"), "linear_attn_prefill_backend='fla!' (command line) is not a known"),
     ],
 )
 def test_what_parses_and_is_wrong_is_4(run: Run, words: tuple[str, ...], problem: str) -> None:
@@ -212,6 +234,24 @@ def test_a_backend_that_cannot_be_used_here_is_a_warning(
         assert (shown.code, shown.data["problems"]) == (0, [])
         assert [said for said in shown.data["warnings"] if "attention_backend=" in said] == [warning] * bool(why)
     assert ("No problem found." in run(*CHECK).out) is not bool(why)
+
+
+def test_backends_of_linear_attention_are_checked_as_a_run_names_them(run: Run) -> None:
+    words = ("--linear-attn-backend", "torch_native", "--linear-attn-decode-backend", "fla")
+    shown = run(*CHECK, *words, "--json")
+    assert (shown.code, shown.data["problems"]) == (0, [])
+    assert {entry["name"]: (entry["value"], entry["source"]) for entry in shown.data["settings"]} == {
+        "linear_attn_backend": ("torch_native", "command line"),
+        "linear_attn_decode_backend": ("fla", "command line"),
+    }
+    (warning,) = shown.data["warnings"]
+    assert warning.startswith("linear_attn_decode_backend='fla' (command line) cannot be used on this machine: ")
+
+
+def test_all_that_chooses_a_backend_in_a_run_is_checked() -> None:
+    taken = {command: {option.name for option in options_of(command)} for command in ("serve", "generate")}
+    named = {name for names in taken.values() for name in names if "backend" in name}
+    assert named <= {option.name for option in options_of("config check")}
 
 
 def test_components_are_warned_of_too(run: Run, plugin: Callable[[str, str], str]) -> None:

@@ -193,7 +193,8 @@ def test_every_setting_has_one_flag_and_config_check_takes_all() -> None:
     settings = {field.name for field in dataclasses.fields(Settings)} - {"sources"}
     flags = [one.name for one in OPTIONS if one.setting]
     assert sorted(flags) == sorted(settings)
-    assert {one.name for one in options_of("config check")} == settings
+    linear = {f"linear_attn_{phase}backend" for phase in ("", "prefill_", "decode_")}
+    assert {one.name for one in options_of("config check")} == settings | linear
     assert len({flag for one in OPTIONS for flag in one.flags}) == sum(len(one.flags) for one in OPTIONS)
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 import transformers
 
-from polyattn.cli import serve_plan
+from polyattn.cli import probes, serve_plan
+from polyattn.cli.engines import PAGE_SIZES
+from polyattn.cli.probes import shared_page
 
 from .conftest import Run
 from .launch_commands import MANY_DEVICES, ONE_DEVICE, here
@@ -85,6 +87,71 @@ def test_sglang_gets_every_flag_of_its_launch_commands(run: Run, tmp_path: Path,
             assert flag in words
             assert value.startswith("--") or not value or value == words[words.index(flag) + 1]
     assert "--disable-cuda-graph" in words, "its backend there has none"
+
+
+NAMED = ("--prefill-attention-backend", "--decode-attention-backend")
+
+
+@pytest.mark.parametrize(
+    "words, settings, said",
+    [
+        ("--attention-backend flashmla", {}, "64"),
+        ("--attention-backend fa2", {}, "256"),
+        ("--attention-backend ascend", {}, "128"),
+        ("--attention-backend trtllm_mha", {}, "64"),
+        ("--attention-backend trtllm_mha@cuda", {}, "64"),
+        ("--attention-backend trtllm_mha --page-size 32", {}, "32"),
+        ("--attention-backend trtllm_mha", {"CONFIG": "page-size: 16"}, "16"),
+        ("--attention-backend intel_xpu", {}, "64"),
+        ("", {"ATTENTION_BACKEND": "flashmla"}, "64"),
+        ("--decode-attention-backend flashmla", {}, "64"),
+        (f"{NAMED[0]} ascend {NAMED[1]} trtllm_mha", {}, "128"),
+        (f"{NAMED[0]} fa3 {NAMED[1]} flashinfer", {"ATTENTION_BACKEND": "flashmla"}, None),
+        ("--attention-backend triton", {}, None),
+        ("--attention-backend nobodys", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_sglang_is_told_the_pages_that_the_backends_need(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, settings: dict[str, str], said: str | None
+) -> None:
+    for name, value in settings.items():
+        (tmp_path / "settings.yaml").write_text(value)
+        monkeypatch.setenv(f"POLYATTN_{name}", value if name != "CONFIG" else str(tmp_path / "settings.yaml"))
+    done = run("serve", "--engine", "sglang", "--model", "m", *words.split(), "--dry-run", "--json")
+    assert done.code == 0, done.err
+    command = done.data["command"]
+    assert dict(itertools.pairwise(command)).get("--page-size") == said
+    assert command.count("--page-size") == (said is not None)
+    done = run("serve", "--engine", "vllm", "--model", "m", *words.split(), "--dry-run", "--json")
+    asked = said if "CONFIG" in settings or "--page-size" in words else None
+    assert dict(itertools.pairwise(done.data["command"])).get("--block-size") == asked, "vLLM asks polyattn itself"
+
+
+def test_an_architecture_of_this_machine_decides_on_pages() -> None:
+    names = {"extend": "fa4", "decode": "fa4"}
+    assert shared_page(names, "cuda", "sm100", PAGE_SIZES) == 1
+    assert shared_page(names, "cuda", "sm90", PAGE_SIZES) == 128, "fa4 reads pages of 128 there"
+
+
+def test_backends_without_a_page_size_in_common_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"extend": {32}, "decode": {64}}
+    monkeypatch.setattr(probes, "_sizes", lambda offer, kind, family, phase, arch, sizes: own[phase])
+    words = (NAMED[0], "fa2", NAMED[1], "flashmla")
+    done = run("serve", "--engine", "sglang", "--model", "m", *words, "--dry-run")
+    assert done.code == 2
+    said = " ".join(done.err.split())
+    assert "fa2 and flashmla share none of 1, 64, 128, 16, 32, 256: give --page-size, or name other backends" in said
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_engines_are_told_what_the_config_file_says_of_the_cache(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
+) -> None:
+    (tmp_path / "settings.yaml").write_text("kv-cache-dtype: bf16")
+    monkeypatch.setenv("POLYATTN_CONFIG", str(tmp_path / "settings.yaml"))
+    done = run("serve", "--engine", engine, "--model", "m", "--dry-run", "--json")
+    assert dict(itertools.pairwise(done.data["command"]))["--kv-cache-dtype"] == "bfloat16"
 
 
 def test_vllm_gets_its_own_words(run: Run) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 import polyattn
 from polyattn.errors import InvalidInputError
 from polyattn.methods.video.window import window_mask
-from polyattn.video import Place
+from polyattn.video import Place, Run
+from polyattn.video import place as run_place
 
 NAME = "window_video_attn"
 HEADS = 4
@@ -130,6 +131,39 @@ def test_the_dense_limit(case: str) -> None:
         keep = window_mask(place, tile, (9, 9, 9))[0, 0, 0]
         right = polyattn.attention(q, k[:, keep], v[:, keep])
     torch.testing.assert_close(out, right)
+
+
+GRID = Place(grid=(4, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("tile", "reach", "place", "dense"),
+    [
+        ([2, 2, 2], [1, 1, 2], GRID, True),
+        ([2, 2, 2], [9, 9, 9], GRID, True),
+        ([2, 2, 2], [1, 1, 1], GRID, False),
+        ([4, 4, 9], [0, 0, 0], GRID, True),  # one tile
+        ([2, 2, 2], [1, 1, 2], Place(grid=(4, 4, 6), text=(1, 2), valid_text=(1, 2)), True),
+        ([2, 2, 2], [1, 1, 2], Place(grid=(4, 4, 6), text=(1, 2), valid_text=(1, 1)), False),  # padding is not seen
+        ([2, 2, 2], [1, 1, 2] * HEADS, GRID, False),
+    ],
+)
+def test_a_window_that_is_the_whole_grid_is_dense_by_a_rule(
+    tile: list[int], reach: list[int], place: Place, dense: bool
+) -> None:
+    configure(window_tile=tile, window_reach=reach)
+    assert place.tokens is not None
+    q, k, v = tensors(place.tokens)
+    (said,) = polyattn.explain(polyattn.attention, q, k, v, backend=NAME, place=place).inner
+    assert (said.rule, said.request.family) == ((NAME, "dense") if dense else ("", "block_sparse"))
+    if dense:
+        counts = [-(-size // step) for size, step in zip((4, 4, 6), tile, strict=True)]
+        wanted = f"window_reach={reach} is the whole grid, {counts} tiles of {tile}; a window has a reach below"
+        assert wanted in said.why
+    with Run() as run, run.at(grid=place.grid, text=place.text, valid_text=place.valid_text):
+        polyattn.attention(q, k, v, backend=NAME, place=run_place(layer=0))
+    (row,) = run.explain().rows
+    assert ("is the whole grid" in row.why) == dense
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 2e-3)])

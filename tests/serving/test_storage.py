@@ -7,6 +7,7 @@ import torch
 
 from polyattn.errors import ConfigError
 from polyattn.semantics.kv_quant import real, stored
+from polyattn.serving.kv_cache.pool import KVPool
 from polyattn.serving.kv_cache.storage import KVCacheConfig, RowFormat, formats, token_scales
 from polyattn.serving.layer import AttentionLayer
 
@@ -49,6 +50,28 @@ def test_latent_rows_beside_others_have_their_own_scales():
     for scales in ("", "block128"):
         (rows,) = formats(MLA, KVCacheConfig("fp8_e4m3", scales=scales), torch.bfloat16)
         assert (rows.scales, rows.dtype, rows.stored_width) == ("block128", torch.uint8, 656)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "kept"),
+    [
+        *((f"fp8_{kind}", scales, "itself") for kind in ("e4m3", "e5m2") for scales in ("tensor", "head", "token")),
+        ("fp4_e2m1", "block16", "its block"),
+        *(("int8", scales, "nothing") for scales in ("tensor", "head", "token")),
+    ],
+)
+def test_nan_is_kept_by_every_format_but_int8(dtype, scales, kept):
+    """docs/semantics.md says so: int8 has no code for it."""
+    layer, slots = AttentionLayer(0, 2, 2, 32), torch.arange(4, 7)
+    pool = KVPool([layer], KVCacheConfig(dtype, 4, scales=scales), 2, dtype=torch.float32, device="cpu")
+    rows = torch.ones(3, 2, 32)
+    rows[1, 0, 20] = float("nan")
+    pool.write(0, slots, rows, rows)
+    wanted = torch.zeros(3, 2, 32, dtype=torch.bool)
+    wanted[1, 0, {"itself": slice(20, 21), "its block": slice(16, 32), "nothing": slice(0)}[kept]] = True
+    for found in pool.read(0, slots, torch.float32):
+        assert torch.equal(found.isnan(), wanted)
+        assert not found.isinf().any()
 
 
 def test_words_of_the_command_line_are_those_of_requests():

@@ -248,6 +248,22 @@ def test_all_problems_are_reported_together() -> None:
     ]
 
 
+def test_an_option_may_need_another() -> None:
+    schema = (
+        ConfigField("file", "path", "", "what is read", needed=(("mode", "read"), ("mode", "merge"))),
+        ConfigField("mode", "str", "read", choices=("read", "merge", "write")),
+    )
+    for options, mode in (({}, "read"), ({"mode": "merge"}, "merge"), ({"mode": "merge", "file": ""}, "merge")):
+        with pytest.raises(ConfigError) as error:
+            check_options(schema, options, "HERE")
+        said = f"HERE: the backend needs the option 'file' (path) where mode={mode!r}: what is read"
+        assert str(error.value) == said
+    assert check_options(schema, {"mode": "write"}, "HERE") == {"file": "", "mode": "write"}
+    assert check_options(schema, {"file": "m"}, "HERE") == {"file": "m", "mode": "read"}
+    with pytest.raises(ConfigError, match=r"^HERE: mode='x' is not one of"):
+        check_options(schema, {"mode": "x"}, "HERE")
+
+
 def test_files_are_checked_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

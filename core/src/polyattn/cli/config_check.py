@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from ..selection.aliases import is_of
 from ..selection.config import Settings, backend_names, check_settings, load_settings, named_backends
 from ..selection.inspection import BackendStatus, detect, list_backends
 from .options import Json, settings_of, with_options
+from .probes import speaks_of
 from .rendering import grid, screen, show_json, title
 
 __all__ = ["config", "not_here", "unknown_words", "wrong_variables"]
@@ -66,13 +67,13 @@ def unknown_words(manager: PluginManager) -> tuple[list[str], list[str]]:
     return wrong, [sentence for variable, sentence in found if variable != "POLYATTN_DISABLE"]
 
 
-def not_here(settings: Settings, statuses: Iterable[BackendStatus]) -> list[str]:
+def not_here(settings: Settings, statuses: Iterable[BackendStatus], more: Sequence[tuple[str, str]] = ()) -> list[str]:
     """Return one sentence per setting that names a backend which cannot be used on this machine. This is no mistake:
-    the same file may be meant for another one."""
+    the same file may be meant for another one. `more`: as of `check_settings`."""
     known = backend_names(get_manager().backends.values())
     found = {f"{status.name}@{status.platform}": status for status in statuses}
     said = []
-    for name, backend in named_backends(settings):
+    for name, backend in (*named_backends(settings), *more):
         meant = [info for info in known.get(backend, ()) if not info.planned and info.id in found]
         reasons = {info.platform: _lacks(info, backend, found[info.id]) for info in meant}
         if reasons and all(reasons.values()):
@@ -98,6 +99,23 @@ def _lacks(info: BackendInfo, word: str, status: BackendStatus) -> tuple[str, ..
     answers = [availability(one) for one in info.providers if any(is_of(one.name, kind) for kind in only)]
     lacking = [f"{answer.reason}; {answer.hint}" for answer in answers if not answer.ok]
     return tuple(lacking) if len(lacking) == len(answers) else ()
+
+
+def _not_linear(settings: Settings, linear: Iterable[tuple[str, str]]) -> list[str]:
+    """Return one sentence per flag of linear attention that names a backend of other attention."""
+    known = backend_names(get_manager().backends.values())
+    said = []
+    for name, backend in linear:
+        if backend in known and not any(_is_linear(info) for info in known[backend]):
+            able = sorted({info.name for infos in known.values() for info in infos if _is_linear(info)})
+            said.append(
+                f"{name}={backend!r} ({settings.source(name)}) serves no linear attention: name {', '.join(able)}"
+            )
+    return said
+
+
+def _is_linear(info: BackendInfo) -> bool:
+    return any(speaks_of(row, "linear") for provider in info.providers for row in provider.rows)
 
 
 def in_force(settings: Settings) -> list[dict[str, Any]]:
@@ -136,11 +154,16 @@ def check(
         raise ConfigError("\n".join([str(wrong), *wrong_variables(), *unknown()])) from wrong
     if more := wrong_variables():
         raise ConfigError("\n".join([*more, *unknown()]))
+    # Flags of a run and no settings: no file or variable has them.
+    linear = [(name, word) for name, word in given.items() if name.startswith("linear_attn_") and word is not None]
+    settings = dataclasses.replace(settings, sources={**settings.sources, **{n: "command line" for n, _ in linear}})
     manager = get_manager()
     wrong_words, odd_words = unknown_words(manager)
-    problems = check_settings(settings, backend_names(manager.backends.values())) + wrong_words + unknown()
-    warnings = odd_words + not_here(settings, list_backends())
+    problems = check_settings(settings, backend_names(manager.backends.values()), linear)
+    problems += _not_linear(settings, linear) + wrong_words + unknown()
+    warnings = odd_words + not_here(settings, list_backends(), linear)
     entries = in_force(settings)
+    entries += [{"name": name, "value": word, "source": settings.source(name)} for name, word in linear]
     if as_json:
         show_json({"settings": entries, "problems": problems, "warnings": warnings})
     else:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import BackendUnavailableError, ConfigError
-from .options import options_of, variables_of
+from ..selection.config import load_settings
+from .options import options_of, settings_of, variables_of
 
 __all__ = ["ENGINES", "command_of", "run_engine"]
 
@@ -23,7 +24,8 @@ class _Engine:
     Attributes:
         command: what runs it, the model's path last. chosen: its flags that choose polyattn. backend: what polyattn is
             called there, for drafts. flags: our name -> its flag, empty where it says nothing there; what is missing it
-            does not have. words: values that it calls otherwise.
+            does not have. words: values that it calls otherwise. asks: whether it asks polyattn which page sizes a
+            layer takes; else it keeps the pages that it is told, of one token where it is told nothing.
     """
 
     command: tuple[str, ...]
@@ -31,6 +33,7 @@ class _Engine:
     backend: str
     flags: Mapping[str, str]
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    asks: bool = False
 
 
 _SAME = (
@@ -83,10 +86,14 @@ _INSTALLED = {
             "speculative_num_steps": "",
         },
         words={"bf16": "bfloat16", "fp16": "float16"},
+        asks=True,
     ),
 }
 ENGINES = ("polyattn", *_INSTALLED)
 """Who can run the model of `polyattn serve`."""
+PAGE_SIZES = (1, 64, 128, 16, 32, 256)
+"""Tried in this order for an engine that keeps pages of one token unless it is told: what SGLang sets for its own
+backends, then smaller ones."""
 
 
 def command_of(
@@ -99,9 +106,10 @@ def command_of(
             words that only the engine knows; they are passed on.
 
     Raises:
-        ConfigError: a flag that the engine has nothing for.
+        ConfigError: a flag that the engine has nothing for; backends that share no page size.
     """
     kind = _INSTALLED[engine]
+    given = {**given, **_cache(engine, given)}
     words = [sys.executable, *kind.command, model, *kind.chosen]
     # What this command calls settings of attention is polyattn's own in there too; the rest is the engine's.
     chosen = {option.name for option in options_of("serve") if option.setting} - set(_SAME)
@@ -119,6 +127,33 @@ def command_of(
         elif flag:
             words += [flag] if isinstance(value, bool) else [flag, kind.words.get(str(value), str(value))]
     return [*words, *more], variables_of({name: value for name, value in given.items() if name in chosen})
+
+
+def _cache(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the engine has to be told of its cache and no flag says: what the config file has, and the pages
+    that the backends need."""
+    settings = load_settings(settings_of(given) or None)
+    found: dict[str, Any] = {
+        name: value
+        for name in ("page_size", "kv_cache_dtype")
+        if given.get(name) is None and (value := getattr(settings, name)) is not None
+    }
+    own = {"extend": settings.prefill_attention_backend, "decode": settings.decode_attention_backend}
+    names = {phase: name for phase, one in own.items() if (name := one or settings.attention_backend)}
+    if settings.page_size is not None or _INSTALLED[engine].asks or not names:
+        return found
+    from .explain import here
+    from .probes import shared_page
+
+    machine = here()
+    size = shared_page(names, machine["platform"], machine["arch"], PAGE_SIZES)
+    if size is None:
+        raise ConfigError(
+            f"--engine {engine} keeps a cache in pages of one size, and {' and '.join(dict.fromkeys(names.values()))} "
+            f"share none of {', '.join(map(str, PAGE_SIZES))}: give --page-size, or name other backends; `polyattn "
+            f"matrix` has the page sizes of each"
+        )
+    return found if size == 1 else {**found, "page_size": size}
 
 
 def _drafts(model: Any, given: Mapping[str, Any], backend: str) -> dict[str, Any]:

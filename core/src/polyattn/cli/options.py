@@ -176,7 +176,7 @@ OPTIONS: tuple[Option, ...] = (
             f"The backend of linear attention{where}.",
             "NAME",
             WHO,
-            _ENGINE | {"explain"},
+            _CHOICE,
             usual="that of --linear-attn-backend" if phase else "",
         )
         for phase, where in (("", ""), ("prefill_", " in prefill"), ("decode_", " in decode and of drafts"))
@@ -205,7 +205,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "kv_cache_dtype",
         str,
-        "The dtype of the KV cache: auto, bf16, fp16, fp8_e4m3, fp8_e5m2, fp4_e2m1.",
+        "The dtype of the KV cache: auto, bf16, fp16, fp8_e4m3, fp8_e5m2, int8, fp4_e2m1. int8 has no NaN: it stores a "
+        "number instead, so that a model's NaN no longer shows.",
         "DTYPE",
         CACHE,
         _SETTINGS,

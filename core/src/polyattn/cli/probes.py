@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..contract import BackendInfo, Has, OneOf, Provider, Rejected, Row
 from ..contract.capability import taken
+from ..contract.names import parts
 from ..contract.request import made
 from ..lowering import Plan, Planner, Stop, Ways
 from ..registry.defects import Narrow, narrowing
 from ..registry.manager import PluginManager, get_manager
+from ..selection.aliases import is_of
 from ..selection.inspection import catalogue, ordered_offers
+from ..selection.offers import Offer
 from ..selection.select import Catalogue
 from .questions import MLA_SCALE, ONE_KIND_OF_SCALES, SCALES
 
-__all__ = ["Limits", "Sheet", "limits"]
+__all__ = ["Limits", "Sheet", "limits", "shared_page"]
 
 PAGES = (1, 16, 32, 64, 128, 256)
 LLM = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
@@ -286,10 +289,7 @@ def _serving(
         if feature.get("spec_topk") and "phase" in feature and ask(place, {"spec_topk": feature["spec_topk"]}) is None:
             # Every phase of a server that speculates is asked so: who refuses that cannot be named to verify.
             return None
-        arch, phase, page = place
-        relation, causal = ("one", "none") if phase == "decode" else ("fewer", "bottom_right")
-        here = {"arch": arch, "phase": phase, "s_relation": relation, "causal": causal, "page_size": page}
-        plain = {**base, **here, **feature}
+        plain = {**base, **_step(place), **feature}
         stored = feature.get("kv_dtype", "")
         one = ONE_KIND_OF_SCALES.get((base["family"], stored))
         scales = (one,) if one else SCALES if stored else ("",)
@@ -300,6 +300,46 @@ def _serving(
     plain = {place: found for place in places if (found := ask(place, {})) is not None}
     cells = _cells(places, ask, features)
     return None if cells is None else (_pages(plain), *cells)
+
+
+def _step(place: Place) -> dict[str, Any]:
+    """The fields of a request that say where it is served, in which phase and in which pages."""
+    arch, phase, page = place
+    relation, causal = ("one", "none") if phase == "decode" else ("fewer", "bottom_right")
+    return {"arch": arch, "phase": phase, "s_relation": relation, "causal": causal, "page_size": page}
+
+
+def shared_page(names: Mapping[str, str], platform: str, arch: str, sizes: Sequence[int]) -> int | None:
+    """Return the first page size that all backends take which are named, as their rows and the planner say.
+
+    Args:
+        names: extend or decode -> the backend of that phase. platform, arch: who is asked, where the backend is of
+            that platform and names that architecture; else any that it has may take a size.
+        sizes: tokens per page, in the order of preference.
+
+    Returns:
+        None where no size is taken by all. A backend has a say in the phases that it serves in pages of some size, by
+        its libraries that are installed here; where none is, by all.
+    """
+    said = []
+    for phase, name in names.items():
+        bare, kind = parts(name.partition("@")[0])
+        named = [o for o in catalogue().offers if bare in (o.info.name, *(a.name for a in o.info.aliases))]
+        named = [one for one in named if one.info.platform == platform] or named
+        for family in ("paged", "mla"):
+            said.append({size for offer in named for size in _sizes(offer, kind, family, phase, arch, sizes)})
+    return next((size for size in sizes if all(size in some for some in said if some)), None)
+
+
+def _sizes(offer: Offer, kind: str, family: str, phase: str, arch: str, sizes: Iterable[int]) -> set[int]:
+    """Return the page sizes in which a backend serves a plain request, on an architecture if it names that one."""
+    known, own = catalogue({}), [p for p in offer.info.providers if is_of(p.name, kind)]
+    own = [p for p in own if p.name not in offer.missing] or own
+    info = dataclasses.replace(offer.info, providers=tuple(own), aliases=())
+    asked = _ProbedBackend(info, family, known, Ways(lambda _: "another"), get_manager().narrows(offer.info))
+    base = {**(LLM if family == "paged" else LATENT), "family": family}
+    archs = [arch] if arch in asked.archs else asked.archs
+    return {s for s in sizes if any(asked.easiest([{**base, **_step((one, phase, s))}]) is not None for one in archs)}
 
 
 def _pages(plain: Mapping[Place, Lowerings]) -> str:

@@ -221,6 +221,7 @@ class ConfigField:
         choices: allowed values, empty = any.
         low, high: inclusive bounds of numbers.
         length: number of entries of a list, 0 = any.
+        needed: pairs (option, value): a value that is not empty is required where one of these options has this value.
     """
 
     name: str
@@ -231,6 +232,7 @@ class ConfigField:
     low: float | None = None
     high: float | None = None
     length: int = 0
+    needed: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,10 +171,7 @@ def load(selection: Selection) -> Chosen:
 
 
 def _options(info: BackendInfo) -> tuple[tuple[str, Hashable], ...]:
-    settings = current_settings()
-    if not settings.attention_backend_config and not info.config:
-        return ()
-    given, where = settings.options_of(info)
+    given, where = current_settings().options_of(info)
     if not given and not info.config:
         return ()
     checked = check_options(info, given, where, check_files=True)

@@ -63,7 +63,8 @@ def real(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def stored(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Real values as a cache stores them: divided by the scale, rounded to the nearest number (ties to even) and
-    limited to the largest one. As the reference does it.
+    limited to the largest one. As the reference does it. FP8 keeps NaN; int8 and FP4 have none and store a finite
+    number (FP4 a zero). The scales of `fp4_scales` are NaN then, so that all their 16 numbers are.
 
     Args:
         values: [..., D]. scale: as `real`, with at least one axis. dtype: of the cache, uint8 for fp4_e2m1.

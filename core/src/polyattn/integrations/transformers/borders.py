@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .keywords import More
 
-__all__ = ["Borders", "find_borders", "with_borders"]
+__all__ = ["Borders", "find_borders", "refuse_borders", "starts_of", "with_borders"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,51 @@ def _known(position_ids: Tensor) -> Borders | None:
         found = find_borders(position_ids)
         _last = (weakref.ref(position_ids), now, found)
     return found
+
+
+def starts_of(position_ids: Any, mask: Any) -> Tensor | None:
+    """Return where packed sequences begin in the tokens of all rows, int32 [N+1], as positions alone say it; None where
+    each row is one sequence.
+
+    Args:
+        position_ids: [B, S]; other forms say nothing. mask: [B, S], 0 = padding, whose positions say nothing, or None.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or position_ids.shape[1] < 2:
+        return None
+    found = _known(position_ids)
+    if found is None or not isinstance(mask, Tensor) or mask.shape != position_ids.shape:
+        return None if found is None else found.cu
+    begins = _begins(position_ids, mask)
+    if not bool(begins.any()):
+        return None
+    begins[:, 0] = True
+    edges = begins.flatten().nonzero().flatten()
+    return torch.cat([edges, edges.new_tensor([begins.numel()])]).int()
+
+
+def refuse_borders(position_ids: Any, mask: Any) -> None:
+    """Let a compiled model fail where positions say borders: what it computes is fixed before their numbers are known.
+
+    Args:
+        position_ids, mask: as of `starts_of`.
+    """
+    if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and position_ids.shape[1] > 1:
+        torch._assert_async(~_begins(position_ids, mask).any(), _COMPILED)
+
+
+_COMPILED = (
+    "polyattn: position_ids start again at 0 within a row, and a compiled model cannot keep packed sequences apart by "
+    "them in linear attention: give cu_seq_lens_q and its partners, or a row for each sequence"
+)
+
+
+def _begins(position_ids: Tensor, mask: Any) -> Tensor:
+    """bool [B, S]: where a sequence begins behind another of its row. Padding is none."""
+    starts = position_ids == 0
+    if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
+        valid = mask != 0
+        return starts & valid & (valid.cumsum(-1) > 1)
+    return torch.cat([torch.zeros_like(starts[:, :1]), starts[:, 1:]], 1)
 
 
 def find_borders(position_ids: Tensor) -> Borders | None:

@@ -7,8 +7,11 @@ something is installed, and in that of a model that is built later.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from ...errors import InvalidInputError, UnsupportedRequestError
 from ...semantics.linear_conv import causal_conv
 from ..common.patching import Patches
 from ..common.reports import Recorder
+from .borders import refuse_borders, starts_of
 from .recurrent import RULES
 
 __all__ = ["reach", "reach_all", "recorded"]
@@ -42,6 +46,41 @@ def reach(module: Any, patches: Patches) -> None:
         patches.attribute(module, name, _rule(RULES[name]))
     if hasattr(module, CONVOLUTION):
         patches.attribute(module, CONVOLUTION, _convolution(getattr(module, CONVOLUTION)))
+    parts = [part for part in vars(module).values() if isinstance(part, type) and issubclass(part, nn.Module)]
+    takes = {p: inspect.signature(p.forward).parameters.keys() for p in parts if p.__module__ == module.__name__}
+    told = [part for part, words in takes.items() if {"hidden_states", "position_ids"} <= words]
+    wrapped = _with_positions if told else _without_positions
+    for part in told or [part for part, words in takes.items() if {"inputs_embeds", "position_ids"} <= words]:
+        patches.attribute(part, "forward", wrapped(part.forward))
+
+
+_positions: ContextVar[tuple[Any, Any] | None] = ContextVar("polyattn positions", default=None)
+"""The positions and the mask of the layer that runs: layers hand their linear attention the mask alone."""
+
+
+_traced: list[tuple[Any, Any]] = []
+"""The same while a model is compiled, which sees no context variables."""
+
+
+def _with_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward, whose positions are known inside: also where a backward computes it again."""
+
+    @functools.wraps(forward)
+    def told(self: nn.Module, *given: Any, **more: Any) -> Any:
+        said = more.get("position_ids"), more.get("attention_mask")
+        if torch.compiler.is_compiling():
+            _traced.append(said)
+            try:
+                return forward(self, *given, **more)
+            finally:
+                _traced.pop()
+        before = _positions.set(said)
+        try:
+            return forward(self, *given, **more)
+        finally:
+            _positions.reset(before)
+
+    return told
 
 
 _recorders: list[Callable[..., Any]] = []
@@ -76,6 +115,25 @@ def recorded(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 def _attend(*given: Any, **options: Any) -> Any:
     call = _recorders[-1] if _recorders else linear_attention
     return call(*given, **options)
+
+
+def _without_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward, which refuses packed rows that only positions tell apart: its layers never see positions."""
+
+    @functools.wraps(forward)
+    def told(self: nn.Module, *given: Any, **more: Any) -> Any:
+        if more.get("cu_seq_lens_q") is None and more.get("seq_idx") is None:
+            said = more.get("position_ids"), more.get("attention_mask")
+            if torch.compiler.is_compiling():
+                refuse_borders(*said)
+            elif starts_of(*said) is not None:
+                raise InvalidInputError(
+                    f"position_ids start again at 0 within a row, and {type(self).__name__} hands them to no layer, so "
+                    f"that packed sequences would mix: give cu_seq_lens_q and its partners, or a row for each sequence"
+                )
+        return forward(self, *given, **more)
+
+    return told
 
 
 def _rule(method: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -143,10 +201,16 @@ def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _starts(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
-    """Return where packed sequences begin, int32 [N+1]; None where there is one in each row."""
+    """Return where packed sequences begin, int32 [N+1]; None where there is one in each row. Where nothing says it, the
+    positions of the layer that runs do."""
     if cu_seqlens is not None:
         return cu_seqlens.to(torch.int32)
     if seq_idx is None:
+        said = _traced[-1] if _traced else None
+        if not torch.compiler.is_compiling():  # also where the graph of a layer is broken
+            return starts_of(*(_positions.get() or said or (None, None)))
+        if said is not None:
+            refuse_borders(*said)
         return None
     if seq_idx.ndim != 2 or seq_idx.shape[0] != 1:
         raise InvalidInputError(

@@ -10,23 +10,32 @@ from ...contract import ConfigField, Fallback, conditions
 
 __all__ = ["SAGE_SLA", "SLA", "STA", "SVG2", "VMOBA", "VSA", "WINDOW", "dense_by_rule"]
 
+_OF_A_SEARCH = ("STA_searching", "STA_tuning", "STA_tuning_cfg")
+
 STA: tuple[ConfigField, ...] = (
     ConfigField(
         "mask_strategy_file_path",
         "path",
         "",
-        "JSON of step_layer_head -> window in tiles [t, h, w]; STA_inference needs it",
+        "JSON of step_layer_head -> window in tiles [t, h, w]; where there is none, sta_mode=STA_searching begins one",
+        needed=(("sta_mode", "STA_inference"),),
     ),
     ConfigField(
         "sta_mode",
         "str",
         "STA_inference",
         "read windows, search for them, or choose among those that were searched; cfg: by negative prompts too",
-        choices=("STA_inference", "STA_searching", "STA_tuning", "STA_tuning_cfg"),
+        choices=("STA_inference", *_OF_A_SEARCH),
     ),
     ConfigField("skip_time_steps", "int", 15, "first denoising steps that run dense", low=0),
     ConfigField("sta_tile", "list[int]", (6, 8, 8), "[T, H, W] of a tile, in tokens", low=1, length=3),
-    ConfigField("sta_search_path", "str", "", "folder of the losses of a search; the other modes need it"),
+    ConfigField(
+        "sta_search_path",
+        "str",
+        "",
+        "folder of the losses of a search, which exists",
+        needed=tuple(("sta_mode", mode) for mode in _OF_A_SEARCH),
+    ),
     ConfigField(
         "sta_candidates",
         "list[int]",

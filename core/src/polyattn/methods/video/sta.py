@@ -78,13 +78,7 @@ class SlidingTile:
         self.tile: Triple = (t, h, w)
         self.skip, self.path, self.folder = skip_time_steps, mask_strategy_file_path, sta_search_path
         self.searches = sta_mode == "STA_searching"
-        if sta_mode == "STA_inference":
-            if not self.path:
-                raise ConfigError(
-                    f"{NAME} needs the option 'mask_strategy_file_path': a JSON file of windows for each step, layer "
-                    "and head. Where there is none for a model, sta_mode='STA_searching' begins to make one"
-                )
-        elif not os.path.isdir(self.folder):
+        if sta_mode != "STA_inference" and not os.path.isdir(self.folder):
             raise ConfigError(
                 f"{NAME}: sta_mode={sta_mode!r} works in the folder of a search, and sta_search_path={self.folder!r} "
                 "is none; give a folder that exists"

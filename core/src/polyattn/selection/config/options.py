@@ -47,7 +47,7 @@ def check_options(
 
     Raises:
         ConfigError: one line per problem: unknown keys (with the near match), missing required keys, types, choices,
-            bounds, lengths, files.
+            bounds, lengths, files; what another option's value needs.
     """
     fields = backend.config if isinstance(backend, BackendInfo) else tuple(backend)
     owner = backend.id if isinstance(backend, BackendInfo) else "the backend"
@@ -60,8 +60,7 @@ def check_options(
     checked: dict[str, Any] = {}
     for field in fields:
         if field.name not in options and field.default is ...:
-            doc = f": {field.doc}" if field.doc else ""
-            problems.append(f"{where}: {owner} needs the option {field.name!r} ({field.type}){doc}")
+            problems.append(f"{where}: {owner} {_needs(field)}")
         elif field.name not in options:
             shared = isinstance(field.default, (list, tuple))
             checked[field.name] = list(field.default) if shared else field.default
@@ -70,9 +69,17 @@ def check_options(
                 checked[field.name] = _value(field, options[field.name], check_files)
             except ConfigError as problem:
                 problems.append(f"{where}: {problem}")
+    for field in fields:
+        if not checked.get(field.name, True):
+            met = next((f"{n}={show(v)}" for n, v in field.needed if n in checked and checked[n] == v), "")
+            problems += [f"{where}: {owner} {_needs(field, f' where {met}')}"] if met else []
     if problems:
         raise ConfigError("\n".join(problems))
     return checked
+
+
+def _needs(field: ConfigField, when: str = "") -> str:
+    return f"needs the option {field.name!r} ({field.type}){when}" + (f": {field.doc}" if field.doc else "")
 
 
 def _value(field: ConfigField, value: Any, check_files: bool) -> Any:

@@ -349,18 +349,23 @@ def named_backends(settings: Settings) -> list[tuple[str, str]]:
     return [*((name, getattr(settings, name)) for name in fields), *((f"{_COMPONENTS}.{k}", v) for k, v in components)]
 
 
-def check_settings(settings: Settings, known_backends: Mapping[str, BackendInfo | Sequence[BackendInfo]]) -> list[str]:
+def check_settings(
+    settings: Settings,
+    known_backends: Mapping[str, BackendInfo | Sequence[BackendInfo]],
+    more: Sequence[tuple[str, str]] = (),
+) -> list[str]:
     """What is wrong with settings that parsed: unknown or planned backends, options against their schemas, files.
 
     Args:
         known_backends: name -> the backend, or the backends of that name on all platforms (`backend_names`). Options
             are fine when the schema of one of them takes them.
+        more: (what names it, the backend), of whatever else names one; `settings.sources` has where it comes from.
 
     Returns:
         One sentence per problem, each with its source; empty = fine.
     """
     known = {k: (v,) if isinstance(v, BackendInfo) else tuple(v) for k, v in known_backends.items()}
-    asked = named_backends(settings)
+    asked = [*named_backends(settings), *more]
     problems: list[str] = []
     for name, backend in asked:
         if problem := _backend_problem(backend, known):
