@@ -18,6 +18,11 @@ LEAST = 600
 """Seconds that a subprocess, a thread or a lock has at least before a test gives it up as hung. Those of tests take up
 to thirty, and ten times that on a loaded machine."""
 WAITS = {"run", "communicate", "wait", "join", "check_call", "check_output", "Barrier", "result", "acquire"}
+WAITS |= {"urlopen", "OpenAI"}
+PLAIN = {"wait", "join", "result"}
+"""Those that take their seconds without a name too: `event.wait(600)`."""
+PAUSE = 1
+"""Seconds below which a wait without a name only gives a fault time to show: where it is too short, nothing fails."""
 OF_A_MADE_CLOCK = {
     # Times that the test itself made up.
     ("test_measuring.py", "test_one_kernel_under_two_names_takes_as_long"),
@@ -77,6 +82,21 @@ def impatient(tree: ast.AST) -> Iterator[int]:
             short = isinstance(given, ast.Constant) and isinstance(given.value, (int, float)) and given.value < LEAST
             if keyword.arg == "timeout" and name in WAITS and short:
                 yield call.lineno
+        plain = name in PLAIN and isinstance(call.func, ast.Attribute) and len(call.args) == 1
+        if plain and PAUSE <= constant(call.args[0]) < LEAST:
+            yield call.lineno
+    for loop in (found for found in ast.walk(tree) if isinstance(found, ast.For)):
+        rounds = loop.iter.args[-1:] if isinstance(loop.iter, ast.Call) and named(loop.iter.func) == {"range"} else ()
+        for call in (found for each in (loop.body if rounds else ()) for found in ast.walk(each)):
+            slept = isinstance(call, ast.Call) and ast.unparse(call.func) == "time.sleep"
+            if slept and 0 < constant(rounds[0]) * constant(call.args[0]) < LEAST:
+                yield call.lineno
+
+
+def constant(node: ast.AST) -> float:
+    """A number that is written out; 0 for anything else."""
+    value = node.value if isinstance(node, ast.Constant) else 0
+    return value if isinstance(value, (int, float)) else 0
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -111,6 +131,21 @@ def test_what_counts_as_a_duration(text: str, lines: list[int]) -> None:
     assert list(speeds(function)) == lines
 
 
-def test_what_counts_as_impatient() -> None:
-    text = "subprocess.run([], timeout=60)\nprocess.communicate(timeout=1800)\nRun(timeout=60.0)\nx.wait(timeout=y)"
-    assert list(impatient(ast.parse(text))) == [1]
+@pytest.mark.parametrize(
+    "text, lines",
+    [
+        (
+            "subprocess.run([], timeout=60)\nprocess.communicate(timeout=1800)\nRun(timeout=60.0)\nx.wait(timeout=y)",
+            [1],
+        ),
+        ("urlopen(address, timeout=60)\nopenai.OpenAI(timeout=120)\nurlopen(address, timeout=600)", [1, 2]),
+        (
+            "done.wait(60)\nthread.join(30)\ndone.wait(600)\ndone.wait(0.2)\nwords.join('ab')\nwait(9)\nx.wait(y)",
+            [1, 2],
+        ),
+        ("for _ in range(100):\n    if true():\n        break\n    time.sleep(0.1)", [4]),
+        ("for _ in range(6000):\n    time.sleep(0.1)\nfor one in many:\n    time.sleep(0.1)\ntime.sleep(0.1)", []),
+    ],
+)
+def test_what_counts_as_impatient(text: str, lines: list[int]) -> None:
+    assert list(impatient(ast.parse(text))) == lines

@@ -43,8 +43,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "doctor": ["doctor", "--json"],
         "conform": ["conform", "triton", "--quick", "--no-evidence"],
         "conform the CPU": ["conform", "triton@cpu", "--device", "cpu", "--quick", "--no-evidence"],
-        "fuzz": ["fuzz", "--seconds", "8", "--seed", "3", "--out", str(failures), "--json"],
-        "fuzz it": ["fuzz", "--backend", "triton", "--seconds", "1", "--out", str(failures), "--json"],
+        "fuzz": ["fuzz", "--calls", "20", "--seed", "3", "--out", str(failures), "--json"],
+        "fuzz it": ["fuzz", "--backend", "triton", "--calls", "1", "--out", str(failures), "--json"],
         "explain": ["explain", "--head-dim", "64", "--attention-backend", "triton"],
     }
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

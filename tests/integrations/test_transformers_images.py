@@ -263,7 +263,7 @@ def part(number: int, kind: str = "png", **options: Any) -> dict[str, Any]:
 
 def test_a_chat_with_images_says_what_generate_says(address: str, folder: Path) -> None:
     openai = pytest.importorskip("openai", reason="pip install 'polyattn[serve]'")
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
 
     def ask(number: int) -> tuple[str, int]:
         content = [part(number), {"type": "text", "text": "w1 w2"}, part(number + 1, detail="auto")]
@@ -294,7 +294,7 @@ def test_a_chat_with_images_says_what_generate_says(address: str, folder: Path) 
 def refused(address: str, *content: dict[str, Any]) -> tuple[int, str, str]:
     body = json.dumps({"messages": [{"role": "user", "content": list(content)}], "max_tokens": 4}).encode()
     try:
-        urllib.request.urlopen(urllib.request.Request(f"{address}/v1/chat/completions", body), timeout=60)
+        urllib.request.urlopen(urllib.request.Request(f"{address}/v1/chat/completions", body), timeout=600)
     except urllib.error.HTTPError as error:
         found = json.loads(error.read())["error"]
         return error.code, found["param"], found["message"]

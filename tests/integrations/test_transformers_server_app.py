@@ -45,7 +45,7 @@ def running(folder: Path, model: Any, pages: int = 0, **changes: Any) -> Iterato
         while not server.started:
             assert thread.is_alive()
         address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        yield engine, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60), address
+        yield engine, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600), address
     finally:
         server.should_exit = True
         thread.join()
@@ -65,7 +65,7 @@ def ask(client: Any, content: str = "w1 w2", **options: Any) -> Any:
 
 def health(address: str) -> int:
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=60) as answer:
+        with urllib.request.urlopen(f"{address}/health", timeout=600) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

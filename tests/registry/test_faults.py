@@ -545,7 +545,7 @@ def wait():
     listener = Listener()
     logging.getLogger("polyattn.plugins").addHandler(listener)
     try:
-        if not told.wait(60):
+        if not told.wait(600):
             raise RuntimeError("nobody is named")
     finally:
         logging.getLogger("polyattn.plugins").removeHandler(listener)

@@ -42,7 +42,7 @@ class Kept:
             self.end.set()
 
     def wait(self) -> Update:
-        assert self.end.wait(60)
+        assert self.end.wait(600)
         assert self.last is not None
         return self.last
 
@@ -58,7 +58,7 @@ class Gate:
         self.error: Exception | None = None
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        assert self.open.wait(60)
+        assert self.open.wait(600)
         if self.error is not None:
             raise self.error
         return self._forward(*given, **options)
@@ -114,7 +114,7 @@ def test_tokens_are_told_when_the_next_step_is_on_its_way_and_the_first_at_once(
 
     loop.start()
     loop.submit([1, 7], SamplingParams(4), tell)
-    assert done.wait(60)
+    assert done.wait(600)
     loop.close()
     # Prompt, its token; then each token after the launch of the step behind it, and the last with no step behind it.
     assert seen == ["launched", 1, "launched", "launched", 1, "launched", 1, 1]
@@ -124,7 +124,7 @@ def test_a_cancelled_request_gives_its_pages_back(rig: Rig) -> None:
     engine, loop, gate = rig
     gone, stays = Kept(), Kept()
     ticket = loop.submit([1], SamplingParams(60), gone)
-    assert gone.some.wait(60)
+    assert gone.some.wait(600)
     gate.open.clear()
     loop.submit([2], SamplingParams(3), stays)
     loop.cancel(ticket)
@@ -201,7 +201,7 @@ def test_close_lets_requests_end_and_takes_no_more(rig: Rig) -> None:
 def test_close_cancels_what_takes_too_long(rig: Rig) -> None:
     engine, loop, _ = rig
     loop.submit([1], SamplingParams(60), kept := Kept())
-    assert kept.some.wait(60)
+    assert kept.some.wait(600)
     loop.close(0)
     assert (engine.unfinished, loop.counts.ended) in ((0, {"cancelled": 1}), (0, {"length": 1}))
 

@@ -413,7 +413,7 @@ def test_threads_of_a_stream_do_not_take_memory_from_each_other(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     usual = threading.Thread(target=ask, args=(memory.WORKSPACE,))
     usual.start()
-    assert begun.wait(10)
+    assert begun.wait(600)
     ask(many)
     usual.join()
     assert (found[memory.WORKSPACE].numel(), found[many].numel()) == (memory.WORKSPACE, many)

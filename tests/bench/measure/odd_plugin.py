@@ -99,7 +99,7 @@ class Exits(_Odd):
 
 class Hangs(_Odd):
     def compute(self, *args):
-        time.sleep(600)
+        time.sleep(36_000)
 
 
 class Lies(_Odd):

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-import time
 import types
 
 import pytest
@@ -141,25 +140,26 @@ class Sleeps:
 
     name = "sleeps"
 
-    def __init__(self, seconds):
-        self.seconds, self.lengths = seconds, []
+    def __init__(self, seconds, host):
+        self.seconds, self.host, self.lengths = seconds, host, []
 
     def prepare(self, inputs):
         def call(number):
             self.lengths.append(inputs.workload.longest[1])
-            time.sleep(self.seconds * math.prod(inputs.workload.longest))
+            self.host.now += self.seconds * math.prod(inputs.workload.longest)
 
         return call
 
 
-def test_a_long_call_is_estimated_by_shorter_ones():
+def test_a_long_call_is_estimated_by_shorter_ones(monkeypatch, host):
+    monkeypatch.setattr("polyattn.bench.measure.running.time", host)
     request = AttentionRequest(dtype="float32", head_dim=16, heads=1, kv_heads=1)
     long, clock = Workload(request, ((4096, 4096),)), Clock(CPU)
-    quick = Sleeps(1 / 4096**2)
-    assert 0.9 < estimated(long, quick, clock, 20.0) < 2.5
+    quick = Sleeps(1 / 4096**2, host)
+    assert estimated(long, quick, clock, 20.0) == pytest.approx(1.0)
     assert quick.lengths == [64, 64, 512, 512]
-    slow = Sleeps(200 / 4096**2)
-    assert 180 < estimated(long, slow, clock, 20.0) < 500
+    slow = Sleeps(200 / 4096**2, host)
+    assert estimated(long, slow, clock, 20.0) == pytest.approx(200.0)
     assert slow.lengths == [64, 64], "longer ones take too long for an estimate"
     assert estimated(Workload(request, ((100, 100),)), slow, clock, 20.0) == 0.0
     fewer = AttentionRequest(dtype="float32", head_dim=16, heads=1, kv_heads=1, s_relation="fewer")

@@ -283,8 +283,22 @@ def test_the_host_counts_where_calls_are_not_recorded(monkeypatch, captured):
 # ---------------------------------------------------------------------------------------------------------- quarantine
 
 
+def all_time_but(monkeypatch, hanging):
+    """Who hangs is tried for as long as was asked; nobody else is late, however slow the machine is."""
+    examine = Prober.examine
+
+    def patient(self, workload, backend, *deadline):
+        with pytest.MonkeyPatch.context() as patch:
+            if backend != hanging:
+                patch.setattr(self, "seconds", 1800.0)
+            return examine(self, workload, backend, *deadline)
+
+    monkeypatch.setattr(Prober, "examine", patient)
+
+
 def test_who_misbehaves_is_quarantined_and_the_rest_is_measured(odd, store, monkeypatch):
     monkeypatch.setattr(probe, "HANG_SECONDS", 3.0)
+    all_time_but(monkeypatch, "hangs")
     odd("aborts", "exits", "hangs", "lies", "raises", "scribbles", "quick")
     asked = Workload(AttentionRequest(**ODD), ((40, 40),))
     (tried,) = tune(asked, probe_seconds=3)
@@ -470,7 +484,7 @@ def test_the_other_process_ends_with_the_tuner(odd):
         time.sleep(1)
         process.kill()
     # A process whose parent is gone may stay as a zombie where nobody collects it.
-    for _ in range(100):
+    for _ in range(6000):
         if not child.is_dir() or (child / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.1)
@@ -478,7 +492,8 @@ def test_the_other_process_ends_with_the_tuner(odd):
     raise AssertionError("it goes on")
 
 
-def test_a_short_time_is_no_reason_to_quarantine(odd, store):
+def test_a_short_time_is_no_reason_to_quarantine(odd, store, monkeypatch):
+    all_time_but(monkeypatch, "hangs")
     odd("hangs", "quick")
     (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=3)
     assert "quick" in tried.times
@@ -490,7 +505,7 @@ def test_a_short_time_is_no_reason_to_quarantine(odd, store):
 
 def test_who_prints_is_heard_all_the_same(odd):
     odd("chatty", "quick")
-    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=100)
+    (tried,) = tune(Workload(AttentionRequest(**ODD), ((40, 40),)), probe_seconds=1800)
     assert {"chatty", "quick"} <= set(tried.times)
     assert tried.trouble == {}
 
@@ -1083,7 +1098,8 @@ def test_off_uses_nothing(monkeypatch):
 @pytest.fixture
 def on(monkeypatch):
     monkeypatch.setenv("POLYATTN_TUNING", "online")
-    monkeypatch.setattr(online, "BUDGET", online.Budget())
+    # Time enough on any machine; a test of what is done without it says how much there is.
+    monkeypatch.setattr(online, "BUDGET", online.Budget(3600.0, 1800.0))
     monkeypatch.setattr(online, "_OPERATIONS", 2 * 2 * 2 * 64 * 64 * 32)
     tuning.reload()
     return online.BUDGET
@@ -1211,7 +1227,7 @@ def test_slow_backends_have_no_more_than_the_time_for_one_request(on, odd, monke
     odd("slow", "slower", "slowest")
     on.each, on.isolation = 2.5, "never"
     slept = seconds_slept(monkeypatch)
-    with pytest.warns(RuntimeWarning, match=r"nothing was measured for .*: the time of 2\.\d+ s was up before two"):
+    with pytest.warns(RuntimeWarning, match=r"nothing was measured for .*: the time of \S+ s was up before two"):
         polyattn.attention(*torch.randn(3, 1, 100, 2, 24))
     assert slept.count(1) <= 4, "calls of a second each: none is begun once the time is up"
     assert rows() == set()
@@ -1219,10 +1235,10 @@ def test_slow_backends_have_no_more_than_the_time_for_one_request(on, odd, monke
 
 
 def test_a_backend_that_hangs_leaves_time_for_the_others(on, odd, monkeypatch):
-    """It would hang for ten minutes; a small part of the time for one request is for trying it."""
+    """It would hang for hours; a small part of the time for one request is for trying it."""
     odd("hangs", "quick")
-    monkeypatch.setattr(tuner, "_PROBING", 0.05)
-    on.each = on.left = 160.0
+    monkeypatch.setattr(tuner, "_PROBING", 0.005)
+    on.each = on.left = 1600.0
     polyattn.attention(*torch.randn(3, 1, 100, 2, 24))
     (row,) = tuning.store().rows(subject=BACKEND)
     assert {"torch_sdpa", "torch_native", "reference"} <= set(row.value["times"])
@@ -1251,8 +1267,8 @@ def test_who_is_too_slow_for_the_time_is_left_out(on, odd, monkeypatch):
     """It is tried once, and would be called six times more."""
     odd("slow")
     on.isolation = "never"
-    monkeypatch.setattr(tuner, "_CALLS", 600)
-    on.each = on.left = 160.0
+    monkeypatch.setattr(tuner, "_CALLS", 6000)
+    on.each = on.left = 1600.0
     slept = seconds_slept(monkeypatch)
     polyattn.attention(*torch.randn(3, 1, 256, 2, 24))
     assert slept.count(1) <= 2

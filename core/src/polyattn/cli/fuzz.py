@@ -35,6 +35,15 @@ def fuzz(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(metavar="N", help="Seconds after which no further call is drawn.")] = 60.0,
+    calls: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Draw N calls, however long they take, and give each of them to every backend: the same seed and N "
+            "give the same run on a machine of any speed. Without it: as many as --seconds allows.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -61,6 +70,8 @@ def fuzz(
     above_zero("--seconds", seconds)
     if math.isinf(seconds):
         raise ConfigError(f"--seconds {seconds:g}: give a finite number of seconds")
+    if calls is not None and number is not None:
+        raise ConfigError(f"--calls {calls} and --number {number}: a number is one call; give one of the two")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder, or a name that is free")
     where = str(named_device(device))
@@ -70,11 +81,12 @@ def fuzz(
         # First of all, so that it is known whatever happens to the process.
         console.print(Text.assemble(("seed ", "quiet"), (str(seed), "figure")))
     with progress(console, quiet=as_json) as bar:
-        task = bar.add_task("calls", total=None)
+        task = bar.add_task("calls", total=calls)
         report = fuzzing.fuzz(
             backend or None,
             seed=seed,
             seconds=seconds,
+            calls=calls,
             device=where,
             out=out,
             number=number,

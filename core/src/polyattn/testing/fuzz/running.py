@@ -1,9 +1,11 @@
-"""A run: draw, judge, shrink, write. One seed gives the same calls in the same order; the time decides how many."""
+"""A run: draw, judge, shrink, write. One seed gives the same calls in the same order; a time or a count decides how
+many."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import platform as machine
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...contract import scalars
 from ...errors import ConfigError
 from ...selection.inspection import list_backends
 from ..calls import Installed
@@ -125,30 +128,39 @@ def fuzz(
     *,
     seed: int = 0,
     seconds: float = 60.0,
+    calls: int | None = None,
     device: str = "cpu",
     out: Path | None = None,
     number: int | None = None,
     first: bool = False,
     tell: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Draw calls until the time is up, and give each to every backend.
+    """Draw calls until the time is up, or so many, and give each to every backend.
+
+    With `calls` or `number` nothing depends on how fast the machine is: every backend is given every call, and a
+    failure is made smaller for as long as it gets smaller.
 
     Args:
         backends: their names, None among them for calls that name none; without any, automatic selection and every
             backend that is available for the device.
         seed: of the calls. seconds: how long to go on; the last call, and shrinking, may take some more.
+        calls: how many are drawn, at least 1, in place of `seconds`; None = as many as there is time for.
         device: torch device to run on.
         out: folder for the scripts, made when there is something to write; None = none are written.
-        number: only the call of this number.
+        number: only the call of this number, and no `calls`.
         first: stop at the first failure.
         tell: called after each call, with the report so far.
 
     Raises:
-        BackendUnavailableError: a backend is unknown, or cannot run here. ConfigError: no such device, or `seconds` or
-            `seed` is no number to work with.
+        BackendUnavailableError: a backend is unknown, or cannot run here. ConfigError: no such device; `seconds`,
+            `calls` or `seed` is no number to work with; or `calls` and `number` are both given.
     """
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"seconds={seconds:g} must be a number above 0; 60 is usual")
+    if calls is not None and (not scalars.whole(calls) or calls < 1):
+        raise ConfigError(f"calls={scalars.shown(calls)} must be a whole number of at least 1; None ends by the time")
+    if calls is not None and number is not None:
+        raise ConfigError(f"calls={calls} and number={number}: a number is one call; give one of the two")
     here = Installed("reference", device)
     if backends is None:
         able = [s.name for s in list_backends(here.platform) if s.status == "available"]
@@ -156,11 +168,11 @@ def fuzz(
     slow = {name for name in backends if name is not None and Installed(name, device).interpreted}
     report = Report(seed, str(here.device), tuple(name or AUTOMATIC for name in backends))
     started = time.monotonic()
-    one = number is not None
+    one, timed = number is not None, calls is None and number is None
     with _trail(out) as say, _one_thread():
         for count in range(number or 0, (number or 0) + 1 if one else sys.maxsize):
             report.seconds = time.monotonic() - started
-            if (report.seconds >= seconds and not one) or (first and not report.ok):
+            if (timed and report.seconds >= seconds) or report.drawn == calls or (first and not report.ok):
                 break
             drawn = draw(seed, count)
             if not one and here.device.type == "cpu" and count % RARE and scores(drawn.case) > COSTLY:
@@ -169,12 +181,12 @@ def fuzz(
             for backend in backends:
                 name = backend or AUTOMATIC
                 begun = time.monotonic()
-                if not one and report.spent[name] * len(backends) > max(SHARE * (begun - started), 2.0):
+                if timed and report.spent[name] * len(backends) > max(SHARE * (begun - started), 2.0):
                     continue
                 if name in slow and drawn.case.longest[1] > SHORT and scores(drawn.case) > INTERPRETED:
                     continue
                 say(f"seed {seed}, number {count}, backend {name}, {drawn.id}\n")
-                failed = _one(report, drawn, count, backend, here.device, out)
+                failed = _one(report, drawn, count, backend, here.device, out, timed)
                 report.spent[name] += time.monotonic() - begun
                 if failed and lost(here.device):
                     report.lost = f"number {count} of {name}: {drawn.id}"
@@ -187,7 +199,7 @@ def fuzz(
 
 
 def _one(
-    report: Report, drawn: Drawn, number: int, backend: str | None, device: torch.device, out: Path | None
+    report: Report, drawn: Drawn, number: int, backend: str | None, device: torch.device, out: Path | None, timed: bool
 ) -> bool:
     """Give one call to one backend; whether it failed."""
     name = backend or AUTOMATIC
@@ -200,7 +212,7 @@ def _one(
     if again or len(mine) >= KEPT or report.more[name] >= KEPT or lost(device):
         report.more[name] += 1
         return True
-    small, failure = _smallest(drawn, verdict.failure, backend, device)
+    small, failure = _smallest(drawn, verdict.failure, backend, device, timed)
     if any(found.drawn == small for found in mine):
         report.more[name] += 1
         return True
@@ -227,7 +239,9 @@ def _count(report: Report, name: str, drawn: Drawn, verdict: Verdict) -> None:
         report.longest[name] = max(report.longest[name], drawn.case.longest[1])
 
 
-def _smallest(drawn: Drawn, failure: Failure, backend: str | None, device: torch.device) -> tuple[Drawn, Failure]:
+def _smallest(
+    drawn: Drawn, failure: Failure, backend: str | None, device: torch.device, timed: bool
+) -> tuple[Drawn, Failure]:
     last = {drawn: failure}
 
     def fails(candidate: Drawn) -> bool:
@@ -238,7 +252,7 @@ def _smallest(drawn: Drawn, failure: Failure, backend: str | None, device: torch
         # Small calls have small errors, which are allowed: what is made smaller must stay as wrong as it was.
         return found.excess >= min(CLEAR, failure.excess)
 
-    small = shrink(drawn, fails)
+    small = shrink(drawn, fails) if timed else shrink(drawn, fails, math.inf)
     return small, last[small]
 
 
