@@ -18,7 +18,7 @@ HEART = {"contract": "", "registry": "platforms", "selection": "config", "dispat
 """Rooms whose code is rationed -> a part that is not. Every file counts: no feature is a file beside the budget."""
 BUDGET = 7511
 """It shrinks where the ways of a call become one: 4,600 is the aim."""
-LIBRARY = 35_000
+LIBRARY = 35_100
 """Lines of core without the kit, the benchmark and the command line."""
 ROOMS, FILES = 18, 6
 """Most folders, and most files besides `__init__` and `__main__`, at the top of core. `moved` is one of the folders."""

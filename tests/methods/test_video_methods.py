@@ -19,6 +19,7 @@ from polyattn.methods import bound
 from polyattn.methods.video.records import EMULATED, PORTABLE, portable
 from polyattn.nn import LocalAttention
 from polyattn.registry.manager import get_manager
+from polyattn.selection import overrides
 from polyattn.video import Place
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -184,3 +185,32 @@ def test_one_record_for_every_platform(name: str) -> None:
         assert not own or info.providers[-1] == own[0]
         assert info.priority is None
     assert portable(name, "cpu") == found["cpu"]
+
+
+@pytest.mark.parametrize(("text", "valid"), [((0, 9), (0, 4)), ((5, 40), (3, 17)), ((6, 0), (6, 0)), ((6, 2), (0, 0))])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sliding_tile_attn", {"skip_time_steps": 2}),
+        ("sparse_video_gen_2_attn", {"svg2_first_times_fp": 1.0}),
+        ("window_video_attn", {"first_full_step": 2, "window_tile": [2, 2, 2], "window_reach": [0, 0, 0]}),
+        ("window_video_attn", {"window_tile": [2, 2, 2], "window_reach": [2, 2, 2]}),
+    ],
+)
+def test_what_is_left_dense_sees_no_padding(
+    name: str, options: dict[str, Any], text: tuple[int, int], valid: tuple[int, int]
+) -> None:
+    """Hosts give the padding of text as a number in the place, and no mask beside it."""
+    known = overrides.current_settings().attention_backend_config.get(name, {})
+    polyattn.configure(attention_backend_config={name: {**known, **options}})
+    place = Place(grid=(3, 4, 5), text=text, valid_text=valid, step=1, steps=2, layer=2, layers=3)
+    tokens = 60 + sum(text)
+    keys = torch.ones(tokens, dtype=torch.bool)
+    keys[valid[0] : text[0]] = False
+    keys[text[0] + 60 + valid[1] :] = False
+    q, k, v = torch.randn(3, 2, tokens, 4, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = polyattn.attention(q, k, v, backend=name, place=place)
+    wanted = polyattn.attention(q, k, v, attn_mask=keys.expand(1, 1, tokens, tokens), backend="reference")
+    torch.testing.assert_close(found, wanted)
+    said = polyattn.explain(polyattn.attention, q, k, v, backend=name, place=place)
+    assert [call.request.family for call in said.inner] == ["dense"]

@@ -144,7 +144,7 @@ GRID = Place(grid=(4, 4, 6))
         ([2, 2, 2], [1, 1, 1], GRID, False),
         ([4, 4, 9], [0, 0, 0], GRID, True),  # one tile
         ([2, 2, 2], [1, 1, 2], Place(grid=(4, 4, 6), text=(1, 2), valid_text=(1, 2)), True),
-        ([2, 2, 2], [1, 1, 2], Place(grid=(4, 4, 6), text=(1, 2), valid_text=(1, 1)), False),  # padding is not seen
+        ([2, 2, 2], [1, 1, 2], Place(grid=(4, 4, 6), text=(1, 2), valid_text=(1, 1)), True),
         ([2, 2, 2], [1, 1, 2] * HEADS, GRID, False),
     ],
 )

@@ -21,6 +21,7 @@ from ..errors import InvalidInputError, PluginError, did_you_mean
 from ..selection import overrides
 from ..selection.inspection import explain
 from ..selection.select import Selection
+from .text import no_padding
 
 __all__ = ["bind"]
 
@@ -221,7 +222,7 @@ class _Attend:
         if self._turned:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if why:
-            result = inner.dense(query, key, value)
+            result = inner.dense(query, *no_padding(place, key, value))
             if explained:
                 (said,) = inner.found
                 inner.found[:] = [said.left_by(self._name, why)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...contract import Like, Place
 from ...errors import InvalidInputError
+from ..text import valid_of
 
 __all__ = ["AGAIN", "Tiles", "grid_of", "tile_cells", "tiles_of"]
 
@@ -95,7 +96,7 @@ def tiles_of(place: Place, tile: Triple, like: Like, method: str) -> Tiles:
 
     first = torch.arange(front)
     last = torch.arange(back) + front + cells
-    valid_front, valid_back = place.text if place.valid_text is None else place.valid_text
+    valid_front, valid_back = valid_of(place)
     seen = torch.cat([first[:valid_front], last[:valid_back]])
     hidden = torch.cat([first[valid_front:], last[valid_back:]])
     blocks = -(-(front + back) // block)

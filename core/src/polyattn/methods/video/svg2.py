@@ -16,6 +16,7 @@ from ...contract import Inner, Like, Place
 from ...errors import InvalidInputError
 from ...semantics.block_maps import lists_of
 from ...semantics.validation import has_shapes_only
+from ..text import valid_of
 from .grids import grid_of
 from .rows import kernels_for
 from .steps import first_shares, known
@@ -147,7 +148,7 @@ class SVG2:
         """
         T, H, W = grid_of(place, NAME)
         front, cells = place.text[0], T * H * W
-        valid_front, valid_back = place.text if place.valid_text is None else place.valid_text
+        valid_front, valid_back = valid_of(place)
         text = torch.ones(like.tokens, dtype=torch.int64)
         text[front : front + cells] = 0
         text[valid_front:front] = 2

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract import Inner, Like, Place
+from ..text import no_padding, valid_of
 from .grids import Triple, grid_of, tile_cells
 from .rows import Blocks
 
@@ -26,8 +27,7 @@ class Cut:
         counts: tiles along time, height and width. count: all of them. per: blocks of a tile. text: blocks of text.
         queries: blocks of the video. keys: these, and behind them blocks of the text that is no padding; packed where
             the grid is not whole tiles, so that no kernel loads what fills them up.
-        rows: int64 [text tokens], where the call has its text. seen: the keys that text sees, the video's and the valid
-            ones of text: a slice, or int64 [keys].
+        rows: int64 [text tokens], where the call has its text. place: of the call.
     """
 
     counts: Triple
@@ -37,7 +37,7 @@ class Cut:
     queries: Blocks
     keys: Blocks
     rows: Tensor
-    seen: slice | Tensor
+    place: Place
 
     def fine(self, query: Tensor, key: Tensor, value: Tensor, lists: tuple[Tensor, Tensor], inner: Inner) -> Tensor:
         """The video's queries by lists of blocks.
@@ -84,9 +84,7 @@ class Cut:
         return out
 
     def _text(self, query: Tensor, key: Tensor, value: Tensor, inner: Inner) -> Tensor:
-        seen = self.seen
-        some = (t[:, :, seen] if isinstance(seen, slice) else t.index_select(2, seen) for t in (key, value))
-        out: Tensor = inner.dense(query.index_select(2, self.rows), *some)
+        out: Tensor = inner.dense(query.index_select(2, self.rows), *no_padding(self.place, key, value))
         return out
 
 
@@ -103,7 +101,7 @@ def cut(place: Place, tile: Triple, block: int, like: Like, method: str) -> Cut:
     (count, tokens), device = cells.shape, like.device
     grid, (front, back) = grid_of(place, method), place.text
     video, total = math.prod(grid), math.prod(grid) + front + back
-    valid_front, valid_back = place.text if place.valid_text is None else place.valid_text
+    valid_front, valid_back = valid_of(place)
     text = torch.cat([torch.arange(valid_front), torch.arange(front + video, front + video + valid_back)])
     per, blocks = tokens // block, -(-len(text) // block)
     order = torch.cat([cells[cells >= 0], text])
@@ -116,12 +114,17 @@ def cut(place: Place, tile: Triple, block: int, like: Like, method: str) -> Cut:
         starts = sizes_of.cumsum(0) - sizes_of
         lists = [t.to(torch.int32).to(device) for t in (tokens_of, starts, sizes_of)]
         sides.append(Blocks(block, lists[0], lists[1], lists[2], total, filled).ready())
-    seen: slice | Tensor = slice(0, front + video + valid_back)
-    if valid_front != front:
-        rest = torch.arange(front, front + video + valid_back)
-        seen = torch.cat([torch.arange(valid_front), rest]).to(device)
     rows = torch.cat([torch.arange(front), torch.arange(front + video, total)])
-    return Cut(counts, count, per, blocks, sides[0], sides[1], rows.to(device), seen)
+    return Cut(
+        counts,
+        count,
+        per,
+        blocks,
+        sides[0],
+        sides[1],
+        rows.to(device),
+        Place(text=place.text, valid_text=place.valid_text),
+    )
 
 
 def tiles_by_token(place: Place, tile: Triple, method: str) -> tuple[Tensor, Tensor]:
@@ -131,7 +134,7 @@ def tiles_by_token(place: Place, tile: Triple, method: str) -> tuple[Tensor, Ten
         (int64 [S, 3], the tile's number along time, height and width, -1 of text; bool [S], whether a key counts).
     """
     T, H, W = grid_of(place, method)
-    (front, back), (valid_front, valid_back) = place.text, place.text if place.valid_text is None else place.valid_text
+    (front, back), (valid_front, valid_back) = place.text, valid_of(place)
     cells = torch.cartesian_prod(torch.arange(T), torch.arange(H), torch.arange(W)) // torch.tensor(tile)
     numbers = torch.nn.functional.pad(cells, (0, 0, front, back), value=-1)
     counts = torch.ones(len(numbers), dtype=torch.bool)

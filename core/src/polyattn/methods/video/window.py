@@ -16,6 +16,7 @@ from torch import Tensor
 from ...contract import Inner, Like, Place
 from ...errors import InvalidInputError
 from ...semantics.block_maps import lists_of
+from ..text import valid_of
 from .grids import Tiles, Triple, grid_of, tiles_of
 from .steps import first_ones
 
@@ -50,8 +51,7 @@ class WindowVideo:
         return first_ones(place, NAME, steps=self.steps, layers=self.layers) or self._sees_all(place)
 
     def _sees_all(self, place: Place) -> str:
-        # Reaches of single heads are counted where the heads are known; dense calls would see text that is padding.
-        if len(self.reach) != 3 or place.valid_text not in (None, place.text):
+        if len(self.reach) != 3:  # reaches of single heads are counted where the heads are known
             return ""
         counts = [-(-size // step) for size, step in zip(grid_of(place, NAME), self.tile, strict=True)]
         if any(reach < count - 1 for reach, count in zip(self.reach, counts, strict=True)):
@@ -134,7 +134,7 @@ def window_mask(place: Place, tile: Sequence[int], reach: Sequence[int], heads: 
         reference.
     """
     T, H, W = grid_of(place, NAME)
-    (front, back), (valid_front, valid_back) = place.text, place.text if place.valid_text is None else place.valid_text
+    (front, back), (valid_front, valid_back) = place.text, valid_of(place)
     cells = torch.cartesian_prod(torch.arange(T), torch.arange(H), torch.arange(W)) // torch.tensor(_triple(tile))
     apart = (cells[:, None] - cells[None]).abs()
     near = torch.stack([(apart <= torch.tensor(one)).all(-1) for one in reaches(tuple(reach), heads)])
