@@ -474,7 +474,8 @@ def _judged(kernel: Any, done: Any, cut: dict[str, int], limit: int, room_only: 
         wrong.append(f"{shared} bytes of shared memory, there are {limit}")
     if (getattr(done.metadata, "tmem_size", 0) or 0) > 512:
         wrong.append(f"{done.metadata.tmem_size} columns of tensor memory, there are 512")
-    wrong += mistaken_products(done.asm.get("ttgir", ""))
+    if done.metadata.target.backend == "cuda":
+        wrong += mistaken_products(done.asm["ttgir"])
     if not room_only and "wgmma" in done.asm.get("ptx", "") and os.path.exists(_disassembler()):
         wrong += wrong_descriptors(_sass(done.asm["cubin"]))
     return {
