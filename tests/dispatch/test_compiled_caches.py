@@ -220,6 +220,23 @@ def test_caches_that_are_halves_of_one_tensor_are_written_in_place() -> None:
     assert not torch.equal(pools[0], pool)
 
 
+def test_a_part_in_the_call_s_own_caches_sees_what_the_call_writes() -> None:
+    """Whether its caches are left out or given once more."""
+    given = paged(**rows(), save_kv_cache=True)
+    pools = {n: given.pop(n) for n in ("key_cache", "value_cache")}
+    written = polyattn.KVPart(given["page_table"][:1, 1:2], int32(1), int32(0, 5), 5, 5)
+
+    def call(again: bool, pools: dict[str, Tensor]) -> Any:
+        return polyattn.paged_attention(**pools, **given, kv_parts=[written._replace(**pools) if again else written])
+
+    wanted = call(False, copied(pools))
+    for again in (False, True):
+        mine = copied(pools)
+        same_bits(call(again, copied(pools)), wanted)
+        same_bits(compiled(call)(again, mine), wanted)
+        assert not torch.equal(mine["key_cache"], pools["key_cache"])
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AttentionRequest, Any, Any, str]]:
     """What calls ask for: (request, the backend that is named, the scope, who serves)."""

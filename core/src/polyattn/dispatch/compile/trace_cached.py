@@ -74,7 +74,12 @@ def trace_cached(call: CachedCall) -> Any:
         grad = torch.is_grad_enabled()
         wants = [True for one in trained(call) if grad and one is not None and one.requires_grad] != []
         fits = None if out is None else (out_fits(out, tensors[0], value_dim(tensors, more)), out.dtype)
-    flat = [t for part in parts for t in (*part[:3], *part[5:])]
+    # A cache that the op writes is handed to it once: beside it, a part would see the cache as it was before.
+    own = [*tensors[1:], None] if more.get("save_kv_cache") else []
+    flat: list[Any] = []
+    for part in parts:
+        same = [True for one, cache in zip(part[5:], own, strict=False) if one is cache] == [True] * 3
+        flat += [*part[:3], *((None,) * 3 if same else part[5:])]
     lengths = [n for part in parts for n in part[3:5]]
     said = (family, tuple(more.items()), tuple(odd), wants, fits, None if odd else tensors[0].dtype)
     scope = overrides.current_scope()
