@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,50 @@ def test_every_launcher_switches_to_the_device_of_its_tensors(monkeypatch: pytes
     latent.plan(launch, tables["seq_lens"], tables["cu_seqlens_q"], causal=True, out=torch.empty(99, dtype=torch.int32))
     assert order == ["device", "launch", "back"] * (len(order) // 3)
     assert order.count("launch") == 5
+
+
+def test_what_launches_runs_on_the_device_of_its_first_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+
+    @contextlib.contextmanager
+    def switched(tensor: torch.Tensor) -> Iterator[None]:
+        order.append(tensor)
+        yield
+        order.append("back")
+
+    @runtime.on_its_device
+    def launch(query: torch.Tensor, /, *rest: int, scale: float) -> float:
+        order.append((query, *rest))
+        return scale
+
+    monkeypatch.setattr(runtime, "device_of", switched)
+    query = torch.empty(0)
+    assert launch(query, 7, scale=0.5) == 0.5
+    assert order == [query, (query, 7), "back"]
+
+
+def _unplaced(node: ast.AST, placed: bool = False) -> Iterator[int]:
+    """Lines with launches, `kernel[grid](...)`, on what device happens to be the current one."""
+    if isinstance(node, ast.With):
+        placed = placed or any("device_of(" in ast.unparse(item) for item in node.items)
+    if isinstance(node, ast.FunctionDef):
+        decorators = " ".join(map(ast.unparse, node.decorator_list))
+        if "jit" in decorators:
+            return
+        placed = placed or "on_its_device" in decorators
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and not placed:
+        yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from _unplaced(child, placed)
+
+
+def test_no_kernel_is_launched_on_what_device_happens_to_be_current() -> None:
+    assert list(_unplaced(ast.parse("def f(q):\n  kernel[(1,)](q)"))) == [2]
+    package = Path(runtime.__file__).parent
+    files = {str(path.relative_to(package)): ast.parse(path.read_text("utf-8")) for path in package.rglob("*.py")}
+    # `Repeated` asks for the device itself, which is cheaper.
+    found = {name: lines for name, tree in files.items() if (lines := list(_unplaced(tree)))}
+    assert list(found) == ["kernels/launching.py"], found
 
 
 def test_the_store_of_the_process_is_the_one_that_is_asked() -> None:

@@ -17,7 +17,7 @@ from polyattn import tuning
 from polyattn.contract import AttentionRequest
 from polyattn.semantics.reference import attention
 from polyattn.testing.tolerances import RELATIVE_L2
-from polyattn_triton import dense
+from polyattn_triton import dense, runtime
 from polyattn_triton.hopper import backward as hopper
 from polyattn_triton.hopper.backward import backward, takes
 from polyattn_triton.kernels.tiles import Spec
@@ -31,6 +31,8 @@ HALF = torch.float16
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher launches an emulated kernel."""
+    if not runtime.INTERPRETED:
+        pytest.skip("not run: the emulated kernel (the launches beside it are compiled here, and take no CPU tensors)")
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="not run: this Triton has no Gluon")
     from polyattn_triton.hopper import backward_kernel
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -14,7 +16,10 @@ from polyattn.contract import BackendUnavailableError
 
 from . import interpreter
 
-__all__ = ["INTERPRETED", "check_device", "device_of", "processors"]
+__all__ = ["INTERPRETED", "check_device", "device_of", "on_its_device", "processors"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def _interpreted() -> bool:
@@ -49,6 +54,17 @@ def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
     if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
         return _HERE
     return torch.accelerator.device_index(device.index)
+
+
+def on_its_device(launch: Callable[Concatenate[torch.Tensor, _P], _R]) -> Callable[Concatenate[torch.Tensor, _P], _R]:
+    """Decorates a function that launches kernels: it runs with the device of its first argument as the current one."""
+
+    @functools.wraps(launch)
+    def there(tensor: torch.Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with device_of(tensor):
+            return launch(tensor, *args, **kwargs)
+
+    return there
 
 
 @functools.cache

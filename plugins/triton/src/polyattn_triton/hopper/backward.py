@@ -136,6 +136,7 @@ def _described_numbers(pointer: int, lines: int, columns: int) -> Any:
     return TensorDescriptor(memory, [lines, columns], [columns, 1], [1, columns], plain)
 
 
+@runtime.on_its_device
 def backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, spec: Spec, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:

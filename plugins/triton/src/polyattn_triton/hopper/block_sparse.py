@@ -146,6 +146,7 @@ def _in_parts(
         merge(outs[:, 0].transpose(1, 2), lses[:, 0].mT, out=o[0].transpose(0, 1), lse=merged)
 
 
+@runtime.on_its_device
 def _launched(
     query: Tensor,
     key: Tensor,

@@ -345,6 +345,7 @@ class _Keys(NamedTuple):
     page_size: int
 
 
+@runtime.on_its_device
 def _launch(
     query: Tensor, keys: _Keys, sequences: int, starts: Tensor, max_seqlen_q: int,
     mask: tuple[Tensor | None, int, int, int], *, causal: bool, left: int, scale: float, sinks: Tensor | None,

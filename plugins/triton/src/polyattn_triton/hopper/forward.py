@@ -272,6 +272,7 @@ def _rows_of(layout: str, strides: tuple[int, ...]) -> tuple[int, ...]:
     return strides if layout == "BSHD" else (strides[0], strides[2], strides[1])
 
 
+@runtime.on_its_device
 def forward(
     query: Tensor,
     key: Tensor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 from polyattn_triton.kernels.block_sparse import Lists, head_at
 
 import triton  # isort: skip
@@ -128,9 +129,10 @@ def grouped(lists: Lists, heads: int, kv_heads: int, keys: int, within: tuple[in
     room = min(entries * most, keys // GROUP.value + entries)
     groups = torch.empty(B, H, blocks, room, dtype=torch.int32, device=starts.device)
     counts = torch.empty(B, H, blocks, 3, dtype=torch.int32, device=starts.device)
-    _grouped[blocks, H, B](
-        lists.counts, lists.indices, starts, valid, counts, groups, *lists.strides(), *lists.places(), room,
-        *(within or (0, keys + 1)), SHARED=heads // kv_heads if starts.shape[1] > 1 else 1, MOST=most, WIDE=128,
-        num_warps=1,
-    )  # fmt: skip
+    with runtime.device_of(starts):
+        _grouped[blocks, H, B](
+            lists.counts, lists.indices, starts, valid, counts, groups, *lists.strides(), *lists.places(), room,
+            *(within or (0, keys + 1)), SHARED=heads // kv_heads if starts.shape[1] > 1 else 1, MOST=most, WIDE=128,
+            num_warps=1,
+        )  # fmt: skip
     return lists._replace(counts=counts, indices=groups, valid=None, starts=None)

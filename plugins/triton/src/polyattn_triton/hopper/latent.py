@@ -53,6 +53,7 @@ def _aligned(query: Tensor, cache: Tensor, out: Tensor) -> bool:
     )
 
 
+@runtime.on_its_device
 def attend(
     query: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, shares: Tensor,
     out: Tensor, lse: Tensor | None, pieces: tuple[Tensor, Tensor], tiles: int, parts: int, scale: float, causal: bool,
@@ -90,6 +91,7 @@ def listed_parts(device: torch.device, tokens: int, heads: int, topk: int) -> in
     return max(min(runtime.processors(device) // max(tokens * tiles, 1), -(-topk // (2 * _BLOCK))), 1)
 
 
+@runtime.on_its_device
 def attend_listed(
     query: Tensor, cache: Tensor, fp8: tuple[Tensor, Tensor] | None, page_table: Tensor, sequence_of: Tensor | None,
     listed: Tensor, outs: Tensor, lses: Tensor | None, scale: float,

@@ -388,6 +388,7 @@ def partial(grad: Tensor, axis: int, ways: int) -> Tensor:
     return grad.new_empty(shape, dtype=torch.float32)
 
 
+@runtime.on_its_device
 def backward(
     dout: Tensor,
     query: Tensor,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyattn.adapters import aligned, launch_slices
 from polyattn.contract import Key
-from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -443,6 +443,7 @@ def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [1, 1, rows, tensor.shape[-1]])
 
 
+@runtime.on_its_device
 def forward(
     query: Tensor,
     key: Tensor,
@@ -500,13 +501,15 @@ def transposed(lists: Lists, key_blocks: int) -> Lists:
     marks = torch.zeros(B, H, key_blocks, query_blocks, dtype=torch.int8, device=device)
     counts = torch.empty(B, H, key_blocks, dtype=torch.int32, device=device)
     indices = torch.empty(B, H, key_blocks, query_blocks, dtype=torch.int32, device=device)
-    _mark[query_blocks, H, B](
-        lists.counts, lists.indices, marks, *lists.strides(), key_blocks, WIDE=256, num_warps=4
-    )  # fmt: skip
-    _compact[key_blocks, H, B](marks, counts, indices, query_blocks, WIDE=512, num_warps=4)
+    with runtime.device_of(marks):
+        _mark[query_blocks, H, B](
+            lists.counts, lists.indices, marks, *lists.strides(), key_blocks, WIDE=256, num_warps=4
+        )  # fmt: skip
+        _compact[key_blocks, H, B](marks, counts, indices, query_blocks, WIDE=512, num_warps=4)
     return lists._replace(counts=counts, indices=indices)
 
 
+@runtime.on_its_device
 def backward(
     dout: Tensor,
     query: Tensor,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -284,6 +284,7 @@ class _Choice(NamedTuple):
     pairs: int
 
 
+@runtime.on_its_device
 def _choice(query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None) -> _Choice | None:
     """Arguments as `choose`. A threshold waits for the device: how many pairs there are."""
     query = query if query.stride(-1) == 1 else query.contiguous()
@@ -307,6 +308,7 @@ def _choice(query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: flo
     return _Choice(words, firsts, wide, S * kept if threshold is None else int(firsts[..., -1].max()))
 
 
+@runtime.on_its_device
 def choose(
     query: Tensor, means: Tensor, own: Tensor, kept: int, threshold: float | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -348,6 +350,7 @@ def _tiles(query: Tensor, width: int, longest: int) -> tuple[Tiles, bool]:
     return fitting(wanted, (room,), where, limit), False
 
 
+@runtime.on_its_device
 def meet(
     query: Tensor,
     key: Tensor,
@@ -388,6 +391,7 @@ def meet(
     return outs, lses
 
 
+@runtime.on_its_device
 def attend_chosen(
     query: Tensor,
     key: Tensor,
@@ -437,6 +441,7 @@ def attend_chosen(
     return out, totals
 
 
+@runtime.on_its_device
 def _merged(outs: Tensor, lses: Tensor, places: Tensor, firsts: Tensor, out: Tensor) -> None:
     """`merge_chosen` into [B, H, S, D], whose last axis is dense."""
     B, H, pairs, D = outs.shape

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -114,6 +114,7 @@ def _listed(flags, counts, indices, width, WIDE: tl.constexpr):
     tl.store(counts + row, found)
 
 
+@runtime.on_its_device
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
     """See `polyattn.contract.BlockOps`."""
     points = points if points.stride(-1) == 1 else points.contiguous()
@@ -129,6 +130,7 @@ def nearest(points: Tensor, centroids: Tensor) -> Tensor:
     return labels
 
 
+@runtime.on_its_device
 def in_order(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `polyattn.contract.BlockOps`."""
     B, H, S = labels.shape
@@ -147,6 +149,7 @@ def in_order(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, places, counts.sum(2, dtype=torch.int32)
 
 
+@runtime.on_its_device
 def cluster_means(points: Tensor, order: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
     """See `polyattn.contract.BlockOps`."""
     points = points if points.stride(-1) == 1 else points.contiguous()
@@ -161,6 +164,7 @@ def cluster_means(points: Tensor, order: Tensor, counts: Tensor, centroids: Tens
     return means
 
 
+@runtime.on_its_device
 def listed(flags: Tensor) -> tuple[Tensor, Tensor]:
     """See `polyattn.contract.BlockOps`."""
     flags = flags.contiguous()

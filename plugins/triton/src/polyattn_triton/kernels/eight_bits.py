@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyattn.adapters import launch_slices
-from polyattn_triton.kernels import rules  # noqa: F401, first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -86,6 +86,7 @@ def _attend(
     tl.store(o_at, cast(acc * share(total)[:, None], out.dtype.element_ty), mask=inside)
 
 
+@runtime.on_its_device
 def quantised(tensor: Tensor, block: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round to 8 bits, with one scale for each block of tokens of a head.
 
@@ -108,6 +109,7 @@ def quantised(tensor: Tensor, block: int, mean: Tensor | None = None) -> tuple[T
     return codes, scales
 
 
+@runtime.on_its_device
 def attend(
     query: Tensor, key: Tensor, value: Tensor, lists: Lists, *, scale: float, tiles: Tiles | None = None
 ) -> Tensor:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn_triton import runtime  # first: it decides how Triton is imported
+
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
@@ -200,6 +202,7 @@ def _few(rows: int) -> int:
     return 0 if rows > 64 else max(16, 1 << (rows - 1).bit_length())
 
 
+@runtime.on_its_device
 def forward(
     query: Tensor,
     key: Tensor,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -70,6 +70,7 @@ def _finish(
     put(dquery, place, row < s_q, cast(found, dquery.dtype.element_ty), 0, D, WIDTH)
 
 
+@runtime.on_its_device
 def prepare(
     dout: Tensor, out: Tensor, lse: Tensor, *, layout: str, sizes: tuple[int, int, int], rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
@@ -92,6 +93,7 @@ def prepare(
     return numbers, sums
 
 
+@runtime.on_its_device
 def finish(sums: Tensor, dquery: Tensor, *, layout: str, factor: float) -> None:
     """Write `dquery`, shaped as the query, from the `sums` that `prepare` made and the kernel has filled."""
     tiles, rows, columns = sums.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -121,6 +121,7 @@ def _exact(tensor: Tensor) -> bool:
     return tensor.device.type != "cuda" or tensor.dtype == torch.float32
 
 
+@runtime.on_its_device
 def pooled(tensor: Tensor, block: int) -> Tensor | None:
     """See `polyattn.contract.BlockOps`."""
     if block & (block - 1):
@@ -136,6 +137,7 @@ def pooled(tensor: Tensor, block: int) -> Tensor | None:
     return means
 
 
+@runtime.on_its_device
 def linear_sums(key: Tensor, value: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
     """See `polyattn.contract.BlockOps`."""
     key, value = _dense(key), _dense(value)
@@ -152,6 +154,7 @@ def linear_sums(key: Tensor, value: Tensor, feature_map: str) -> tuple[Tensor, T
     return states.sum(2), totals.sum(2)
 
 
+@runtime.on_its_device
 def linear_add(
     query: Tensor, state: Tensor, total: Tensor, bias: Tensor | None, base: Tensor, feature_map: str, epsilon: float
 ) -> Tensor:

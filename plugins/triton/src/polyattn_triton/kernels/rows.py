@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton is imported
+from polyattn_triton import runtime  # first: it decides how Triton is imported
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -213,6 +213,7 @@ def _top(scores, chosen, count, kept, WIDE: tl.constexpr):
     tl.store(chosen + row * kept + place, i, mask=take)
 
 
+@runtime.on_its_device
 def gather(
     tensor: Tensor, blocks: tuple[Tensor, Tensor, Tensor], block: int, *, filled: bool, means: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -233,6 +234,7 @@ def gather(
     return rows, found
 
 
+@runtime.on_its_device
 def scatter(
     rows: Tensor,
     places: Tensor,
@@ -255,6 +257,7 @@ def scatter(
     return out
 
 
+@runtime.on_its_device
 def scored(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
     """See `polyattn.contract.BlockOps`."""
     (B, H, n, D), (H_kv, m) = query.shape, key.shape[1:3]
@@ -279,6 +282,7 @@ def split(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return first, (tensor - first).to(torch.bfloat16)
 
 
+@runtime.on_its_device
 def top(scores: Tensor, kept: int) -> Tensor | None:
     """See `polyattn.contract.BlockOps`."""
     count = scores.shape[-1]
