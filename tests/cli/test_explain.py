@@ -421,15 +421,28 @@ def test_the_flags_reach_the_request(run: Run) -> None:
 
 def test_the_serving_flags_reach_the_request(run: Run) -> None:
     words = (
-        "--mla --phase extend --page-size 32 --kv-dtype fp8_e4m3 --kv-scales tensor --save-kv-cache --chunked-prefix "
+        "--mla --phase extend --page-size 32 --kv-dtype fp8_e4m3 --kv-scales head --save-kv-cache --chunked-prefix "
         "--multimodal --graph-capture session --token-topk 64 --assume-platform cuda:sm90"
     )
     found = run("explain", *shlex.split(words), "--json")
     assert found.code == 3
     message = found.data["error"]["message"]
-    for word in ("page_size=32", "kv_scales=tensor", "save_kv_cache", "chunked_prefix", "multimodal", "token_topk=64"):
+    for word in ("page_size=32", "kv_scales=head", "save_kv_cache", "chunked_prefix", "multimodal", "token_topk=64"):
         assert word in message
     assert "graph_capture" in message
+
+
+def test_latent_rows_of_one_scale_can_be_asked_for(run: Run) -> None:
+    """`tokenspeed_mla` reads no other FP8 rows, and `serve --kv-cache-scales tensor` makes these."""
+    words = (
+        "explain --attention-backend tokenspeed_mla --mla --phase decode --kv-dtype fp8_e4m3 --kv-scales tensor "
+        "--assume-platform cuda:sm100 --assume-installed flashinfer --json"
+    )
+    found = run(*shlex.split(words))
+    assert (found.code, found.data["backend"], found.data["lowerings"]) == (0, "tokenspeed_mla", []), found
+    assert "kv_scales" not in found.data["request"]
+    usual = run(*shlex.split(words.replace("--kv-scales tensor", "")))
+    assert "kv_scales='block128' is not declared" in usual.data["error"]["message"]
 
 
 def test_a_kernel_that_plans_is_recorded_in_steps_only(run: Run) -> None:

@@ -217,6 +217,13 @@ def test_names_that_only_diffusers_knows_pass_through(draw: Any, tmp_path: Path)
     assert "diffusers' own backend 'native'" in done.out
 
 
+def test_a_library_that_diffusers_misses_is_an_error_of_ours(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components.dispatch(), "_CAN_USE_XFORMERS_ATTN", False)
+    done = draw("wan", "--attention-backend", "xformers", "--dry-run")
+    assert (done.code, done.data["error"]["type"]) == (4, "BackendUnavailableError"), done.out
+    assert "Please install `xformers" in message(done)
+
+
 def test_a_name_that_both_know_is_polyattns(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = components.backend_words
     monkeypatch.setattr(components, "dispatch", lambda: _Native("torch_sdpa", "native"))

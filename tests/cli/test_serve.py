@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,6 +269,53 @@ def test_phases_and_drafts_are_planned_by_their_own_flags(run: Run, tmp_path: Pa
     assert chosen == {"prefill": "torch_sdpa", "decode": "torch_native", "verify": "torch_native"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "platform", "size", "backend"),
+    [
+        ("mha", "npu", 128, "ascend"),
+        ("mha", "xpu", 64, "intel_xpu"),
+        ("mla", "npu", 128, "ascend"),
+        ("mla", "cuda:sm100", 64, "trtllm_mla"),
+        ("mha", "cuda:sm100", 16, "trtllm_mha"),
+        ("mha", "cuda:sm90", 16, "fa3"),
+    ],
+)
+def test_pages_are_those_of_the_platforms_choice(
+    run: Run, tmp_path: Path, kind: str, platform: str, size: int, backend: str
+) -> None:
+    """Nobody names a backend: one that the rule prefers is not lost because it does not take pages of 16."""
+    heads: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 16, "num_hidden_layers": 1}
+    if kind == "mla":
+        transformers.DeepseekV3Config(**heads, q_lora_rank=64).save_pretrained(tmp_path)
+    else:
+        transformers.LlamaConfig(**heads, num_key_value_heads=4, head_dim=128).save_pretrained(tmp_path)
+    words = ("serve", "--model-path", str(tmp_path), "--assume-platform", platform, "--dry-run", "--json")
+    installed = ("--assume-installed", f"{INSTALLED},sgl-kernel-xpu")
+    done = run(*words, *installed)
+    assert done.code == 0, done.out
+    assert {entry["backend"] for entry in done.data["phases"]} == {backend}
+    assert done.data["page_size"] == size
+    if size > 16:  # who asks for pages gets them
+        done = run(*words, *installed, "--page-size", "16")
+        assert {entry["backend"] for entry in done.data["phases"]}.isdisjoint({backend})
+
+
+def test_pages_of_a_run_are_judged_by_the_backends_that_were_asked() -> None:
+    """A run asks no backend after the one that serves; a plan for another machine asks all."""
+
+    def choose(size: int) -> list[Any]:
+        small = SimpleNamespace(backend="any", source="priority", rejected={"wide": ("page_size=16 is not 64",)})
+        return [SimpleNamespace(backend="wide", source="platform rule", rejected={}) if size == 64 else small]
+
+    nothing: Any = SimpleNamespace(page_size=None)
+    assert serve_plan.fitting_pages(nothing, choose, list)[0] == 64
+    assert serve_plan.fitting_pages(nothing, lambda size: choose(16), list)[0] == 16
+    asked: Any = SimpleNamespace(page_size=16)
+    assert serve_plan.fitting_pages(asked, choose, list)[0] == 16
+    alone = [SimpleNamespace(backend="wide", source="platform rule", rejected={"any": ("page_size=64 is not 16",)})]
+    assert serve_plan.fitting_pages(nothing, lambda size: alone if size == 64 else choose(16), list)[0] == 16
+
+
 def test_a_plan_asks_for_the_same_bits_in_any_batch(run: Run, tmp_path: Path) -> None:
     transformers.LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
     words = ("serve", "--model-path", str(tmp_path), "--dry-run", "--json")
@@ -312,6 +360,8 @@ def test_a_plan_says_who_computes_linear_attention(run: Run, tmp_path: Path) -> 
     done = run(*words, *more, *machine("cuda:sm90"))
     found = {entry["phase"]: entry["backend"] for entry in done.data["phases"] if "linear" in entry["phase"]}
     assert found == {"linear prefill": "triton", "linear decode": "reference", "linear verify": "reference"}
+    asked = {entry["phase"]: entry["request"]["phase"] for entry in done.data["phases"] if "linear" in entry["phase"]}
+    assert asked == {"linear prefill": "prefill", "linear decode": "decode", "linear verify": "verify"}
     done = run(*words, "--linear-attn-backend", "trito", "--dry-run")
     assert done.code == 4
     assert "no backend is named 'trito'" in " ".join(done.err.split())

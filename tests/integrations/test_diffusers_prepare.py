@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn.errors import ConfigError, InvalidInputError, PolyattnError
+from polyattn.errors import BackendUnavailableError, ConfigError, InvalidInputError, PolyattnError
 from polyattn.integrations import transformers as text_host
 
 pytest.importorskip("diffusers")
@@ -193,6 +193,21 @@ def test_a_backend_of_diffusers_is_given_to_diffusers():
     with pytest.raises(ConfigError, match="no call of the pipeline has reached polyattn yet"):
         host.report(pipe)
     done.remove()
+    assert pipe.transformer.blocks[0].attn1.processor._attention_backend is None
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("flash", "flash-attn"), ("_flash_3_hub", "kernels"), ("sage", "sageattention"), ("xformers", "xformers")],
+)
+def test_a_backend_of_diffusers_whose_library_is_missing_says_what_to_install(name, package, monkeypatch):
+    for flag in ("_CAN_USE_FLASH_ATTN", "_CAN_USE_SAGE_ATTN", "_CAN_USE_XFORMERS_ATTN"):
+        monkeypatch.setattr(attention_dispatch, flag, False)
+    monkeypatch.setattr(attention_dispatch, "is_kernels_available", lambda: False)
+    pipe = tiny("wan")
+    said = f"'{name}' cannot .*WanTransformer.*install .*{package}.*`polyattn list`"
+    with pytest.raises(BackendUnavailableError, match=said):
+        host.prepare(pipe, {"transformer": name})
     assert pipe.transformer.blocks[0].attn1.processor._attention_backend is None
 
 

@@ -410,7 +410,7 @@ def test_problems_of_settings() -> None:
         },
     }
     settings = load_settings(cli, environ)
-    rest = "`polyattn list` shows all of them."
+    rest = "`polyattn list` shows all; `polyattn generate` knows those of diffusers too."
     assert check_settings(settings, KNOWN) == [
         (
             "attention_backend='fla' (environment POLYATTN_ATTENTION_BACKEND) is not a known backend. "

@@ -199,7 +199,7 @@ OPTIONS: tuple[Option, ...] = (
         "TOKENS",
         CACHE,
         _SETTINGS,
-        usual="16, else the first of 64, 128, 32, 1 that all backends take",
+        usual="16, else the first of 64, 128, 32, 1 that all backends take, or that the platform's choice needs",
         setting=True,
     ),
     Option(

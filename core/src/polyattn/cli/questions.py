@@ -99,6 +99,8 @@ def ask(flags: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> Att
         "place": _placed(flags.get("grid"), family),
     }
     fields = {**usual, **given, **decided, **(where or {})}
+    if family == "mla" and fields["kv_scales"] == "tensor":
+        fields["kv_scales"] = ""  # of latent rows one scale is none that is stored, as `serve --kv-cache-scales` has it
     _check_gradients(flags.get("grad"), fields)
     return AttentionRequest(**fields)
 

@@ -65,6 +65,7 @@ def print_plan(
             for layer in layers
             for phase, selection in _phases(layer, dtype, given, settings, size, platform, installed).items()
         ],
+        lambda found: [selection for _, _, selection in found],
     )
     linear, more = _linear(model, dtype, given, settings, platform, installed)
     note = note or more
@@ -97,27 +98,50 @@ def print_plan(
         console.print(reasons_table(rejected))
 
 
-def fitting_pages(settings: Settings, choose: Callable[[int], T]) -> tuple[int, T]:
+def fitting_pages(
+    settings: Settings, choose: Callable[[int], T], selections: Callable[[T], list[Selection]]
+) -> tuple[int, T]:
     """Return the page size that was asked for, or else the first that the backends of all phases take; and what
-    `choose` gives for it.
+    `choose` gives for it. A backend that the platform's rule prefers is not lost for its pages: its size is taken.
 
     Args:
         choose: given tokens per page; raises where a phase has no backend.
+        selections: what was chosen, of what `choose` gave, in one order for every size.
 
     Raises:
         UnsupportedRequestError, BackendUnavailableError: what `choose` raises for the size that fewest backends refuse.
     """
     refusals: list[UnsupportedRequestError | BackendUnavailableError] = []
+    best: tuple[int, T] | None = None
     for size in (settings.page_size,) if settings.page_size else PAGE_SIZES:
         try:
-            return size, choose(size)
+            found = choose(size)
         except (UnsupportedRequestError, BackendUnavailableError) as exc:
             refusals.append(exc)
-    raise min(refusals, key=_for_its_pages)
+            continue
+        if best is None or _preferred(selections(found), selections(best[1])):
+            best = size, found
+        if not any(_for_its_pages(one) for one in selections(best[1])):
+            break
+    if best is None:
+        raise min(refusals, key=_for_its_pages)
+    return best
 
 
-def _for_its_pages(refusal: UnsupportedRequestError | BackendUnavailableError) -> int:
-    """How many reasons of a refusal are the page size."""
+def _preferred(new: list[Selection], old: list[Selection]) -> bool:
+    """Whether the platform's rule takes others at the new page size, whose pages had kept them out, though those of the
+    old size could serve at the new one too."""
+    changed = [(one, before) for one, before in zip(new, old, strict=True) if one.backend != before.backend]
+    return bool(changed) and all(
+        one.source == "platform rule"
+        and before.backend not in one.rejected  # not in `others`: a run asks no more backends than it needs
+        and any("page_size=" in reason for reason in before.rejected.get(one.backend, ()))
+        for one, before in changed
+    )
+
+
+def _for_its_pages(refusal: UnsupportedRequestError | BackendUnavailableError | Selection) -> int:
+    """How many reasons of a refusal, or of a choice against others, are the page size."""
     rejected = getattr(refusal, "rejected", {})
     return sum("page_size=" in reason for reasons in rejected.values() for reason in reasons)
 
@@ -260,7 +284,8 @@ def _linear(
             linear_attention, rows, rows, values, gate=beta.float(), beta=beta, qk_norm=True,
             state=torch.zeros(2, heads, D, D_v, device=device),
             state_slots=torch.zeros(1, dtype=torch.int64, device=device),
-            cu_seqlens=None if verifies else torch.tensor([0, tokens], dtype=torch.int32, device=device),
+            # A step of decode has one token for each request, which the engine hands over as rows.
+            cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32, device=device) if mode is modes[0] else None,
             every_state=verifies,
             # Of another machine only the request is taken from here, where the reference serves everything.
             backend="reference" if other else name,
@@ -303,9 +328,11 @@ def cache_for(runner: Any, settings: Settings, given: Mapping[str, Any]) -> KVCa
 
     asked = Asked(topk=_topk(given), batch_invariant=given["batch_invariant"])
 
-    def choose(size: int) -> None:
+    def choose(size: int) -> list[Selection]:
+        found: list[Selection] = []
         for layer in attention_layers(runner.layers):
             requests = _requests(layer, _cache(settings, given, size), runner.dtype, runner.device, asked)
-            choose_phases(requests, asked)
+            found += [one.selection for one in choose_phases(requests, asked).values()]
+        return found
 
-    return _cache(settings, given, fitting_pages(settings, choose)[0])
+    return _cache(settings, given, fitting_pages(settings, choose, list)[0])

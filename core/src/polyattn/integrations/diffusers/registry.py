@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import BackendUnavailableError, ConfigError, PolyattnError
 from .. import transformers as transformers_host
 from ..common.hosts import host_package
 from ..common.names import backend_words, pinned, split_pin, unknown_pin
@@ -171,10 +171,19 @@ def set_on(model: Any, name: str) -> None:
     """Set a backend of diffusers, one of polyattn's or another, on a model; diffusers' active backend stays what it is.
 
     Raises:
-        ConfigError: polyattn cannot reach the model. What diffusers raises for a name that is not there.
+        ConfigError: polyattn cannot reach the model.
+        BackendUnavailableError: diffusers cannot use its own backend, such as one whose library is missing.
     """
-    with _active_kept(), _quiet():
-        model.set_attention_backend(name)
+    try:
+        with _active_kept(), _quiet():
+            model.set_attention_backend(name)
+    except PolyattnError:
+        raise
+    except (RuntimeError, ValueError, ImportError, OSError) as exc:
+        raise BackendUnavailableError(
+            f"diffusers' own backend {name!r} cannot be used by {type(model).__name__} here: {exc} Or give a name of "
+            "`polyattn list`"
+        ) from exc
 
 
 def reset_on(model: Any) -> None:

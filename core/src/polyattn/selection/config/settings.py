@@ -386,7 +386,7 @@ def check_settings(
 
 def _unknown(backend: str, known: Mapping[str, Any]) -> str:
     near = did_you_mean(backend, [name for name in known if ("@" in name) == ("@" in backend)])
-    return f"is not a known backend.{near} `polyattn list` shows all of them."
+    return f"is not a known backend.{near} `polyattn list` shows all; `polyattn generate` knows those of diffusers too."
 
 
 def _backend_problem(backend: str, known: Mapping[str, Sequence[BackendInfo]]) -> str:
