@@ -163,6 +163,7 @@ def record(result: dict[str, Any]) -> None:
             HOPPER_BACKWARD, ("bfloat16", width, width), [{"serves": one} for one in (False, True)],
             lambda candidate, known=microseconds: known[candidate["serves"]],
             where=torch.device("cuda"), rounds=1, source=result["command"],
+            while_serving=True,  # nothing is measured any more
         )  # fmt: skip
         print(f"recorded: head dim {width}, {OURS[found.row.value['serves']]}")
     if not by_width:
