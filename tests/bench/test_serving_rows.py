@@ -82,4 +82,5 @@ def test_the_faster_launches_of_the_backward_are_recorded(
     ]
     module.record({"command": "this test", "rows": rows[3:]})
     assert capsys.readouterr().out.strip() == "nothing is recorded: no row has times of both launches"
+    monkeypatch.undo()
     tuning.reload()

@@ -12,6 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import _config as shapes
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import polyattn
@@ -456,7 +457,7 @@ def test_opcheck(case: str, return_lse: bool) -> None:
 
     compiled(lambda **kw: call(**kw), backend=keep)(**copied(given))
     ((op, args, _),) = seen
-    torch.library.opcheck(op.default if hasattr(op, "default") else op, args)
+    opcheck(op.default if hasattr(op, "default") else op, args)
 
 
 @pytest.mark.parametrize("case", ["paged", "saving", "part", "latent", "fp4"])

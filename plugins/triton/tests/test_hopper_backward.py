@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from polyattn import tuning
 from polyattn.contract import AttentionRequest
 from polyattn.semantics.reference import attention
 from polyattn.testing.tolerances import RELATIVE_L2
-from polyattn_triton import dense, runtime
+from polyattn_triton import dense
 from polyattn_triton.hopper import backward as hopper
 from polyattn_triton.hopper.backward import backward, takes
 from polyattn_triton.kernels.tiles import Spec
@@ -29,10 +27,8 @@ HALF = torch.float16
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> None:
     """The launcher launches an emulated kernel."""
-    if not runtime.INTERPRETED:
-        pytest.skip("not run: the emulated kernel (the launches beside it are compiled here, and take no CPU tensors)")
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="not run: this Triton has no Gluon")
     from polyattn_triton.hopper import backward_kernel
 
@@ -158,16 +154,6 @@ def test_what_it_takes() -> None:
     assert not takes(HALF, 64, 64, spec=Spec(1.0, softcap=3.0), layout="BSHD")
     assert not takes(HALF, 64, 64, spec=Spec(1.0, chunk=64), layout="BSHD")
     assert not takes(HALF, 64, 64, spec=Spec(1.0), layout="THD")
-
-
-@pytest.fixture
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patched:
-        patched.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
-        patched.delenv("POLYATTN_TUNING", raising=False)
-        tuning.reload()
-        yield
-    tuning.reload()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from polyattn.contract import PagedTables
 from polyattn.semantics.kv_quant import mla_pack_fp8, mla_unpack
 from polyattn.semantics.reference import attention, mla_attention
 from polyattn.testing.tolerances import RELATIVE_L2
-from polyattn_triton import runtime
 from polyattn_triton.hopper import latent as hopper
 from polyattn_triton.kernels import latent, listed
 
@@ -21,12 +20,10 @@ SCALE = 192**-0.5
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def emulated(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> list[Any]:
     """The launcher launches the emulated kernel, and is asked as if on a Hopper. What it launched."""
     from polyattn_triton.hopper import latent_kernel
 
-    if not runtime.INTERPRETED:
-        pytest.skip("not run: the emulated kernel (the launches beside it are compiled here, and take no CPU tensors)")
     from .gluon_emulator import Machine
 
     monkeypatch.setattr(latent_kernel, "attend", Machine(latent_kernel.attend))
@@ -112,10 +109,9 @@ def test_emulated(emulated: list[Any], name: str) -> None:
     ],
 )
 def test_lists_emulated(
-    monkeypatch: pytest.MonkeyPatch, heads: int, topk: int, page_size: int, parts: int, new: tuple[int, ...], fp8: str
-) -> None:
-    if not runtime.INTERPRETED:
-        pytest.skip("not run: the emulated kernel (the launches beside it are compiled here, and take no CPU tensors)")
+    monkeypatch: pytest.MonkeyPatch, interpreted: None, heads: int, topk: int, page_size: int, parts: int,
+    new: tuple[int, ...], fp8: str,
+) -> None:  # fmt: skip
     from polyattn_triton.hopper import latent_kernel
 
     from .gluon_emulator import Machine

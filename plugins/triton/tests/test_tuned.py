@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,14 +20,7 @@ CPU = torch.device("cpu")
 FLOAT = torch.float32
 
 
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patched:
-        patched.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
-        patched.delenv("POLYATTN_TUNING", raising=False)
-        tuning.reload()
-        yield
-    tuning.reload()
+pytestmark = pytest.mark.usefixtures("own_store")
 
 
 def measured(kernel: Kernel, key: tuple[Any, ...], value: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyattn.adapters import EPOCH, kernel_config
 from polyattn_triton import runtime
-from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper
+from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper, plain
 from polyattn_triton.kernels.arguments import strides_of
 from polyattn_triton.kernels.backward import partial, shares
 from polyattn_triton.kernels.gradient_sums import finish, prepare
@@ -41,13 +41,7 @@ def takes(dtype: torch.dtype, width: int, v_width: int, *, spec: Spec, layout: s
     same range as D, causal and windowed. Its dQ is not the same bits on every run.
     """
     return (
-        dtype in (torch.bfloat16, torch.float16)
-        and layout != "THD"
-        and not masked
-        # A logit that is masked is -inf before the scale.
-        and spec.scale > 0
-        and not spec.softcap
-        and not spec.chunk
+        plain(dtype, spec, layout, masked)
         and min(width, v_width) >= 40
         and max(width, v_width) <= 128
         and width % 8 == v_width % 8 == 0

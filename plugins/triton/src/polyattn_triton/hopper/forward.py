@@ -30,6 +30,7 @@ __all__ = [
     "fits",
     "forward",
     "on_hopper",
+    "plain",
     "supports",
     "takes",
 ]
@@ -106,6 +107,19 @@ def describable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return strides[3] == 1 and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in places)
 
 
+def plain(dtype: torch.dtype, spec: Spec, layout: str, masked: bool) -> bool:
+    """Whether the Hopper kernels of dense calls know all that a call asks but its head dims."""
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and layout != "THD"
+        and not masked
+        # A logit that is masked is -inf before the scale.
+        and spec.scale > 0
+        and not spec.softcap
+        and not spec.chunk
+    )
+
+
 def takes(dtype: torch.dtype, width: int, v_width: int, *, spec: Spec, layout: str, masked: bool = False) -> bool:
     """Whether `forward` is for calls like this on a Hopper: what is known before there are tensors.
 
@@ -113,12 +127,7 @@ def takes(dtype: torch.dtype, width: int, v_width: int, *, spec: Spec, layout: s
     D_v is what the first part of D covers (192 and 128), causal and windowed, with sinks.
     """
     return (
-        dtype in (torch.bfloat16, torch.float16)
-        and layout != "THD"
-        and not masked
-        and spec.scale > 0
-        and not spec.softcap
-        and not spec.chunk
+        plain(dtype, spec, layout, masked)
         and 16 <= width <= 256
         and width % 8 == 0
         and v_width % 8 == 0
