@@ -1,17 +1,17 @@
 """Backward of dense attention: the Triton package's two launches and, on a Hopper, its one, beside libraries.
 
     python benchmarks/backward.py [--json FILE]     # on a GPU
-    python benchmarks/backward.py --record          # and the faster launches serve here from now on (docs/tuning.md)
     python benchmarks/backward.py --small           # tiny, on the CPU: that it runs. No figure counts
     python benchmarks/backward.py --render FILE     # a result file as a table
 
-Backward alone, in bfloat16. All are compared with torch's SDPA in float32 before they are timed. The one launch adds dQ
-up in float32 in any order, so calls that ask for the same bits every time have the two launches in any case.
+Backward alone, in bfloat16. All are compared with the definition in float32 before they are timed. The one launch adds
+dQ up in float32 in any order, so calls that ask for the same bits every time have the two launches in any case.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ from report import caption
 from torch import Tensor
 
 import polyattn
-from polyattn import tuning
 from polyattn.bench.measure import Clock
+from polyattn.contract import Causal
+from polyattn.semantics.reference import attention
 
 MUST, STRETCH, MOST = 0.8, 0.9, 0.02
-LIBRARIES = ("fa4", "fa3", "fa", "torch_sdpa")
+LIBRARIES = ("fa4", "fa3", "fa", "cudnn", "torch_sdpa")
 OURS = ("two launches", "one launch")
 
 
@@ -60,6 +61,8 @@ FULL = (
     Row(16, 1024, (16, 16), 128, causal=False),
     Row(2, 8192, (32, 8), 128, window=(1023, 0)),
     Row(4, 4096, (24, 24), 96, causal=False),
+    Row(32, 512, (12, 12), 64, causal=False),
+    Row(1, 2048, (16, 4), 128),
     Row(4, 4096, (32, 8), 64),
     Row(4, 4096, (16, 16), 64, causal=False),
 )
@@ -78,10 +81,22 @@ class Problem:
             return torch.randn(row.batch, row.tokens, heads, row.head_dim, dtype=self.dtype, device=device)
 
         self.query, self.key, self.value, self.dout = (made(row.heads[n]) for n in (0, 1, 1, 0))
-        wide = [x.float() for x in (self.query, self.key, self.value)]
-        part = self._part("torch_sdpa")
-        out, self.lse = part.forward(*wide)
-        self.right = part.backward(self.dout.float(), *wide, out, self.lse)
+        inputs = self.query, self.key, self.value
+        out = torch.empty_like(self.query, dtype=torch.float32)
+        self.lse = out.new_empty(out.shape[:-1])
+        self.right = [torch.empty_like(x, dtype=torch.float32) for x in inputs]
+        group = row.heads[0] // row.heads[1]
+        for batch, head in itertools.product(range(row.batch), range(row.heads[1])):  # all scores at a time are many
+            keys = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
+            queries = (*keys[:2], slice(head * group, (head + 1) * group))
+            places = queries, keys, keys
+            given = [x[at].float().requires_grad_() for x, at in zip(inputs, places, strict=True)]
+            causal: Causal = "bottom_right" if row.causal else "none"
+            found = attention(*given, causal=causal, window=row.window, return_lse=True)
+            gradients = torch.autograd.grad(found[0], given, self.dout[queries].float())
+            out[queries], self.lse[queries] = (x.detach() for x in found)
+            for gradient, at, right in zip(gradients, places, self.right, strict=True):
+                right[at] = gradient
         self.out = out.to(self.dtype)
 
     def _part(self, backend: str) -> polyattn.Part:
@@ -106,7 +121,7 @@ class Problem:
         given: dict[str, Any] = {"spec": Spec(self.row.head_dim**-0.5, left=left, right=right), "layout": "BSHD"}
         tensors = self.query, self.key, self.value, self.dout
         found: dict[str, Callable[..., Any]] = {"two launches": functools.partial(backward.backward, **given)}
-        if hopper.takes(self.dtype, *[self.row.head_dim] * 2, **given) and hopper.reaches(*tensors, **given):
+        if hopper.takes(self.dtype, *[self.row.head_dim] * 2, **given) and hopper.fits(*tensors, **given):
             found["one launch"] = functools.partial(hopper.backward, **given)
         return found
 
@@ -149,29 +164,8 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *([""] if why else []), *why])
 
 
-def record(result: dict[str, Any]) -> None:
-    """the launches that were faster over all rows of a head dim serve on this machine from now on"""
-    from polyattn_triton.records.tuned import HOPPER_BACKWARD
-
-    by_width: dict[int, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        if all("us" in row["calls"].get(name, {}) for name in OURS):
-            by_width.setdefault(row["head_dim"], []).append(row["calls"])
-    for width, calls in by_width.items():
-        microseconds = [sum(row[name]["us"] for row in calls) for name in OURS]
-        found = tuning.tune(
-            HOPPER_BACKWARD, ("bfloat16", width, width), [{"serves": one} for one in (False, True)],
-            lambda candidate, known=microseconds: known[candidate["serves"]],
-            where=torch.device("cuda"), rounds=1, source=result["command"],
-            while_serving=True,  # nothing is measured any more
-        )  # fmt: skip
-        print(f"recorded: head dim {width}, {OURS[found.row.value['serves']]}")
-    if not by_width:
-        print("nothing is recorded: no row has times of both launches")
-
-
 def main() -> None:
-    run("backward", __doc__, markdown, measure, (SMALL, FULL), {"--record": record})
+    run("backward", __doc__, markdown, measure, (SMALL, FULL))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,10 @@ def run(
     markdown: Callable[[dict[str, Any]], str],
     measure: Callable[[Any, Clock], Iterable[dict[str, Any]]],
     sizes: tuple[Any, Any],
-    after: Mapping[str, Callable[[dict[str, Any]], None]] | None = None,
 ) -> None:
     """A benchmark of rows, as a program. sizes: small ones, for a CPU, and the full ones. What there is so far is
-    written after every row. after: by the name of a flag, what is done with the result where it is given."""
+    written after every row."""
     parser = report.parser(doc)
-    for flag, act in (after or {}).items():
-        parser.add_argument(flag, dest="after", action="append_const", const=act, help=act.__doc__)
     parser.add_argument("--small", action="store_true", help="tiny, on the CPU: the figures mean nothing")
     args = report.arguments(parser, markdown)
     if args is None:
@@ -43,8 +40,6 @@ def run(
         rows.append(row)
         report.save(result, args.json)
     report.finish(result, markdown, args.json)
-    for act in getattr(args, "after", None) or ():
-        act(result)
 
 
 def error(found: Tensor, right: Tensor) -> float:

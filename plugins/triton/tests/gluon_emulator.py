@@ -260,11 +260,14 @@ class Machine:
                 wait=lambda bar, phase: bar.wait(int(phase), self._stop),
                 arrive=lambda bar, count=1: bar.arrive(count),
             ),
-            "hopper": types.SimpleNamespace(warpgroup_mma=self._mma, warpgroup_mma_wait=self._mma_wait),
+            "hopper": types.SimpleNamespace(
+                warpgroup_mma=self._mma, warpgroup_mma_wait=self._mma_wait, warpgroup_mma_init=lambda acc: acc
+            ),
             "async_copy": types.SimpleNamespace(mbarrier_arrive=self._copied),
-            "tma": types.SimpleNamespace(store_wait=lambda n: None),
+            "tma": types.SimpleNamespace(store_wait=self._left),
             "fence_async_shared": lambda: None,
-            "load": self._copy, "load_rows": self._copy_rows, "store": self._leave, "barrier": lambda: None,
+            "load": self._copy, "load_rows": self._copy_rows, "store": self._leave, "add_to": self._add_to,
+            "barrier": lambda: None,
             "viewed": lambda buffer, dtype, shape, layout: Buffer(buffer.memory, shape),
         }  # fmt: skip
         self._kernel = self.function(kernel)
@@ -397,13 +400,32 @@ class Machine:
         there, here = descriptor.box(coordinates)
         descriptor.tensor[there] = buffer.load().as_subclass(torch.Tensor).reshape(descriptor.block_shape)[here]
 
+    def _add_to(self, descriptor: _Descriptor, coordinates: Any, buffer: Buffer) -> None:
+        """What is added up is read as late as can be: when somebody waits for it."""
+        there, here = descriptor.box(coordinates)
+        assert not descriptor.swizzled  # rows lie whole
+
+        def act() -> None:
+            block = buffer.memory.view(descriptor.block_shape)[here]
+            with self._changed:
+                descriptor.tensor[there] += block
+
+        self._local.leaving = [*getattr(self._local, "leaving", []), act]
+
+    def _left(self, count: int) -> None:
+        """At most `count` boxes that were to be added up have not left shared memory."""
+        leaving = getattr(self._local, "leaving", [])
+        while len(leaving) > count:
+            leaving.pop(0)()
+
     def _mma(self, a: Any, b: Buffer, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         self._local.flying = [*getattr(self._local, "flying", []), Product(a, b, acc, use_acc)]
         return self._local.flying[-1]
 
     def _mma_wait(self, count: int, deps: Sequence[Any]) -> Any:
-        while len(self._local.flying) > count:
-            self._local.flying.pop(0).finish()
+        flying = getattr(self._local, "flying", [])
+        while len(flying) > count:
+            flying.pop(0).finish()
         # One that is still in flight is no number: nothing but another product or wait takes it.
         found = tuple(x.found if isinstance(x, Product) and x.found is not None else x for x in deps)
         return found[0] if len(found) == 1 else found

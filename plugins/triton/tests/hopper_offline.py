@@ -136,12 +136,13 @@ def gradients(width: int, v_width: int, causal: bool, windowed: bool) -> dict[st
     signature = {name: described(1, 1, hopper.ROWS, columns) for name in ("q", "dout")}
     signature |= {name: described(1, 1, hopper.KEYS, columns) for name in ("k", "v")}
     signature |= {"numbers": f"tensordesc<fp32[1, {2 * hopper.ROWS}],{plain!r}>", "scale": "fp32", "factor": "fp32"}
-    signature |= {"dquery": "*fp32", "dkey": "*bf16", "dvalue": "*bf16"}
+    signature |= {"dquery": f"tensordesc<fp32[{hopper.ROWS * columns // hopper.LINE}, {hopper.LINE}],{plain!r}>"}
+    signature |= {"dkey": "*bf16", "dvalue": "*bf16"}
     constants = {
         "CAUSAL": causal, "LEFT": windowed, "ROTATE": not causal and not windowed, "STAGES": hopper.STAGES,
     }  # fmt: skip
     strides = tuple(f"{name}_{axis}" for name in ("dk", "dv") for axis in ("batch", "row", "head"))
-    return compiled(differentiate, signature, constants, 8, ("dquery", "dkey", "dvalue", *strides))
+    return compiled(differentiate, signature, constants, 8, ("dkey", "dvalue", *strides))
 
 
 def listed(width: int, block_q: int, block_k: int, sizes: bool, packed: bool = False) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.adapters import EPOCH, kernel_config
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper, plain
 from polyattn_triton.kernels.arguments import strides_of
@@ -17,12 +16,13 @@ from polyattn_triton.kernels.gradient_sums import finish, prepare
 from polyattn_triton.kernels.pools import Memory
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.kernels.tiles import Spec
-from polyattn_triton.records.tuned import HOPPER_BACKWARD
 
-__all__ = ["KEYS", "ROWS", "STAGES", "backward", "columns_of", "fits", "reaches", "takes"]
+__all__ = ["KEYS", "LINE", "ROWS", "STAGES", "backward", "columns_of", "fits", "takes"]
 
 KEYS, ROWS = 128, 64
 """Keys of a program's tile, and query rows of a step: two tiles of scores, dK and dV fill the registers."""
+LINE = 256
+"""Numbers of a line of what is added up: the widest box of TMA."""
 STAGES = 2
 """Query tiles that are in shared memory at a time."""
 _TOGETHER = 32 << 20
@@ -89,26 +89,9 @@ def _plan(layout: str, spec: Spec, device: torch.device, *axes: Axes) -> _Plan |
     return _Plan(layout, spec, device, axes) if all(describable(*found) for found in axes) else None
 
 
-@functools.cache
-def _serves(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], _: int) -> bool:
-    """Whether it was measured on this machine that the kernel serves: no GPU has run it for the tables."""
-    key = (str(dtype).removeprefix("torch."), *dims)
-    return bool(kernel_config(HOPPER_BACKWARD, key, {"serves": False}, device)["serves"])
-
-
 def fits(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec, layout: str) -> bool:
-    """Whether `backward`, which `takes` such a call, is given these tensors: where it was measured that it serves."""
-    dims = query.shape[-1], value.shape[-1]
-    return (
-        on_hopper(query.device)
-        and _serves(query.device, query.dtype, dims, EPOCH.value)
-        and reaches(query, key, value, dout, spec=spec, layout=layout)
-    )
-
-
-def reaches(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec, layout: str) -> bool:
-    """Whether `backward` can be given tensors of a call that it `takes`: on a Hopper, where TMA reaches them, and with
-    enough of them that most processors have a tile."""
+    """Whether `backward`, which `takes` such a call, is given these tensors: on a Hopper, where TMA reaches them, and
+    with enough of them that most processors have a tile."""
     if (
         not on_hopper(query.device)
         or (query.data_ptr() | key.data_ptr() | value.data_ptr() | dout.data_ptr()) & 15
@@ -120,14 +103,14 @@ def reaches(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Sp
 
 
 @functools.lru_cache(maxsize=1024)
-def _described_numbers(pointer: int, lines: int, columns: int) -> Any:
-    """A descriptor of the numbers of rows, a line for each tile of queries."""
+def _described_lines(pointer: int, lines: int, columns: int, box: int) -> Any:
+    """A descriptor of lines of float32, `box` of which come and go at a time."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     plain = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     memory = Memory(pointer, torch.float32)
-    return TensorDescriptor(memory, [lines, columns], [columns, 1], [1, columns], plain)
+    return TensorDescriptor(memory, [lines, columns], [columns, 1], [box, columns], plain)
 
 
 @runtime.on_its_device
@@ -155,7 +138,9 @@ def backward(
     differentiate[plan.grid](
         *described(q, query.data_ptr(), dtype), *described(k, key.data_ptr(), dtype),
         *described(v, value.data_ptr(), dtype), *described(d, dout.data_ptr(), dtype),
-        _described_numbers(numbers.data_ptr(), *numbers.shape), sums, dk, dv, *plan.numbers,
+        _described_lines(numbers.data_ptr(), *numbers.shape, 1),
+        _described_lines(sums.data_ptr(), sums.numel() // LINE, LINE, ROWS * plan.columns // LINE),
+        dk, dv, *plan.numbers,
         *strides_of(dk, layout), *strides_of(dv, layout), **plan.options,
     )  # fmt: skip
     finish(sums, dquery, layout=layout, factor=spec.scale)

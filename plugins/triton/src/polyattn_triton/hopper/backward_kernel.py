@@ -9,15 +9,18 @@ runs may differ in the last bits, and calls that ask for the same bits every tim
 
 from __future__ import annotations
 
-from polyattn_triton.hopper.common import barrier, buffers, flat, load, made_barriers, viewed
+from polyattn_triton.hopper.common import add_to, barrier, buffers, flat, load, made_barriers, viewed
 from polyattn_triton.hopper.loop import fetch
 
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon import language as gl  # isort: skip
 from triton.experimental.gluon.language.nvidia import hopper  # isort: skip
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier  # isort: skip
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma  # isort: skip
 
 __all__ = ["differentiate"]
+
+_STAGE = gl.constexpr(8)
+"""Number of the named barrier of the first stage."""
 
 
 @gluon.jit
@@ -65,6 +68,23 @@ def _turned(i, first, last, tile, tiles, ROTATE: gl.constexpr):
 
 
 @gluon.jit
+def _given_back(stage, WAIT: gl.constexpr):
+    """Named barrier of the producer and the consumers of a stage: wait until it is free, or say that it is.
+
+    An arrival at a barrier in memory would cost two barriers of all consumers: it is one thread's, for all of them.
+    """
+    number = _STAGE + stage
+    if WAIT:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 288; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 288; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def _produce(
     given, CAUSAL: gl.constexpr, LEFT: gl.constexpr, ROTATE: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -74,8 +94,8 @@ def _produce(
         q, k, v, dout, numbers, rings, barriers, tiles, pairs, together, heads, heads_k, each, sums, blocks,
         s_q, s_k, offset, left,
     ) = given  # fmt: skip
-    q_ring, d_ring, number_ring, k_buffer, v_buffer, _ = rings
-    q_full, q_free, d_full, d_free, k_full, v_full = barriers
+    q_ring, d_ring, number_ring, k_buffer, v_buffer, _, _ = rings
+    q_full, d_full, k_full, v_full = barriers
     tile, pair = _decode(tiles, pairs, together)
     batch = pair // sums
     first_head = pair % sums * each
@@ -89,16 +109,17 @@ def _produce(
         for i in range(high - low):
             block = _turned(i, low, high, tile, tiles, ROTATE)
             stage = step % STAGES
-            phase = step // STAGES & 1 ^ 1
-            mbarrier.wait(q_free.index(stage), phase)
+            if step >= STAGES:
+                _given_back(stage, True)
             # The numbers of the rows come with Q: one phase of the barrier is both.
             mbarrier.expect(q_full.index(stage), BLOCK_M * (q_ring.shape[4] * 2 + 8))
             load(q, [batch, head, block * BLOCK_M, 0], q_full.index(stage), q_ring.index(stage))
             line = (batch * heads + head) * blocks + block
             load(numbers, [line, 0], q_full.index(stage), number_ring.index(stage))
-            mbarrier.wait(d_free.index(stage), phase)
             fetch((dout,), (d_ring,), batch, head, block * BLOCK_M, d_full, stage, True)
             step += 1
+    for i in range(gl.minimum(step, STAGES)):
+        _given_back((step + i) % STAGES if step >= STAGES else i, True)
 
 
 @gluon.jit
@@ -116,29 +137,26 @@ def _seen(s, key, row, s_k, offset, left, CAUSAL: gl.constexpr, LEFT: gl.constex
 
 
 @gluon.jit
-def _add_up(dquery, line, dq):
-    """Adds a tile of dQ to what other programs have added. Each thread's numbers lie together in `dquery`, by fours:
-    16 bytes of a thread, 512 of a warp (`kernels.gradient_sums` puts them in order)."""
+def _leave(buffer, dq):
+    """Puts a tile of dQ into shared memory: each thread's numbers lie together, by fours (`kernels.gradient_sums` puts
+    them in order), so that no two threads meet in a bank."""
     M: gl.constexpr = dq.shape[0]
     D: gl.constexpr = dq.shape[1]
     # A warp has 16 rows, in two halves of eight; of eight columns four threads have two each.
     by_thread = dq.reshape([M // 16, 2, 8, D // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
-    fours = by_thread.reshape([M * D // 4, 4])
-    LAYOUT: gl.constexpr = fours.type.layout
-    at = gl.arange(0, M * D // 4, gl.SliceLayout(1, LAYOUT))[:, None] * 4
-    at = at + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.atomic_add(dquery + line.to(gl.int64) * (M * D) + at, fours, sem="relaxed")
+    FOURS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    viewed(buffer, gl.float32, [M * D // 4, 4], FOURS).store(by_thread.reshape([M * D // 4, 4]))
 
 
 @gluon.jit
 def _steps(
-    first, last, low, high, step, dk, dv, place, rings, barriers, dquery, seen, scale,
+    first, last, low, high, step, line, dk, dv, place, rings, barriers, dquery, seen, scale,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, ROTATE: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, Q_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Query blocks `first` to `last` of a head that sees blocks `low` to `high`."""
-    q_ring, d_ring, number_ring, k_buffer, v_buffer, ds_buffer = rings
-    q_full, q_free, d_full, d_free, _, _ = barriers
+    q_ring, d_ring, number_ring, k_buffer, v_buffer, ds_buffer, dq_ring = rings
+    q_full, d_full, _, _ = barriers
     tile, tiles, lines = place
     s_k, offset, left = seen
     DTYPE: gl.constexpr = q_ring.dtype
@@ -146,6 +164,7 @@ def _steps(
     BLOCK_N: gl.constexpr = k_buffer.shape[3]
     ROW: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LINES: gl.constexpr = dquery.block_shape[0]
     key = tile * BLOCK_N
     for i in range(last - first):
         if ROTATE:
@@ -163,18 +182,21 @@ def _steps(
         dp = hopper.warpgroup_mma(flat(v_buffer.index(0)), dout.permute((1, 0)), empty, use_acc=False, is_async=True)
         numbers = viewed(number_ring.index(stage), gl.float32, [2 * BLOCK_M], LINE)
         top = numbers.slice(0, BLOCK_M, 0).load(ROW)
-        delta = numbers.slice(BLOCK_M, BLOCK_M, 0).load(ROW)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         if MASKED:
             s = _seen(s, key, block * BLOCK_M, s_k, offset, left, CAUSAL, LEFT)
         weights = gl.exp2(s * scale - top[None, :])
         p = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv.type.layout, 2), assert_trivial=True)
         dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
+        delta = numbers.slice(BLOCK_M, BLOCK_M, 0).load(ROW)
         change = (weights * (dp - delta[None, :])).to(DTYPE)
         dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)
         ds_buffer.store(change)
+        # Of this step's gradient of scores, and of the dQ that the step before left.
         fence_async_shared()
         barrier()
+        if step > 0:
+            add_to(dquery, [line, 0], dq_ring.index((step - 1) % 2))
         nothing = gl.full([BLOCK_M, k_buffer.shape[4]], 0.0, gl.float32, Q_LAYOUT)
         dq = hopper.warpgroup_mma(
             ds_buffer.permute((1, 0)), flat(k_buffer.index(0)), nothing, use_acc=False, is_async=True
@@ -182,12 +204,14 @@ def _steps(
         ds = gl.convert_layout(change, gl.DotOperandLayout(0, dk.type.layout, 2), assert_trivial=True)
         dk = hopper.warpgroup_mma(ds, query, dk, is_async=True)
         dv, dq, p = hopper.warpgroup_mma_wait(1, deps=(dv, dq, p))
-        mbarrier.arrive(d_free.index(stage), count=1)
-        _add_up(dquery, lines + block, dq)
+        # What was added up two steps ago has left its place.
+        tma.store_wait(1)
+        _leave(dq_ring.index(step % 2), dq)
+        line = (lines + block) * LINES
         dk, ds = hopper.warpgroup_mma_wait(0, deps=(dk, ds))
-        mbarrier.arrive(q_free.index(stage), count=1)
+        _given_back(stage, False)
         step += 1
-    return step, dk, dv
+    return step, line, dk, dv
 
 
 @gluon.jit
@@ -212,7 +236,7 @@ def _consume(
         rings, barriers, dquery, dkey, dvalue, tiles, pairs, together, heads, each, sums, blocks, s_q, s_k, offset,
         left, scale, factor, width, v_width, dk_strides, dv_strides,
     ) = given  # fmt: skip
-    k_buffer, v_buffer, k_full, v_full = rings[3], rings[4], barriers[4], barriers[5]
+    k_buffer, v_buffer, k_full, v_full = rings[3], rings[4], barriers[2], barriers[3]
     D: gl.constexpr = k_buffer.shape[4]
     E: gl.constexpr = v_buffer.shape[4]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
@@ -229,24 +253,31 @@ def _consume(
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(v_full.index(0), 0)
     step = 0
+    line = 0
     seen = (s_k, offset, left)
     for g in range(each):
         place = (tile, tiles, (batch * heads + pair % sums * each + g) * blocks)
-        step, dk, dv = _steps(
-            low, inner_low, low, high, step, dk, dv, place, rings, barriers, dquery, seen, scale,
+        step, line, dk, dv = _steps(
+            low, inner_low, low, high, step, line, dk, dv, place, rings, barriers, dquery, seen, scale,
             True, CAUSAL, LEFT, ROTATE, STAGES, S_LAYOUT, Q_LAYOUT,
         )  # fmt: skip
-        step, dk, dv = _steps(
-            inner_low, inner_high, low, high, step, dk, dv, place, rings, barriers, dquery, seen, scale,
+        step, line, dk, dv = _steps(
+            inner_low, inner_high, low, high, step, line, dk, dv, place, rings, barriers, dquery, seen, scale,
             False, CAUSAL, LEFT, ROTATE, STAGES, S_LAYOUT, Q_LAYOUT,
         )  # fmt: skip
         if LEFT:
-            step, dk, dv = _steps(
-                inner_high, high, low, high, step, dk, dv, place, rings, barriers, dquery, seen, scale,
+            step, line, dk, dv = _steps(
+                inner_high, high, low, high, step, line, dk, dv, place, rings, barriers, dquery, seen, scale,
                 True, CAUSAL, LEFT, ROTATE, STAGES, S_LAYOUT, Q_LAYOUT,
             )  # fmt: skip
+    # The dQ of the last step.
+    fence_async_shared()
+    barrier()
+    if step > 0:
+        add_to(dquery, [line, 0], rings[6].index((step - 1) % 2))
     _put(dkey, dk_strides, batch, pair % sums, key, dk * factor, s_k, width)
     _put(dvalue, dv_strides, batch, pair % sums, key, dv, s_k, v_width)
+    tma.store_wait(0)
 
 
 @gluon.jit(
@@ -263,18 +294,17 @@ def differentiate(
     """One program for each tile of keys of each sum of heads. Descriptors are views [B, H, S, D] with boxes of
     [1, 1, rows, columns], and `numbers` [blocks of rows, 2 x rows]: LSE in base 2 and delta of each.
 
-    dquery: float32, see `_add_up`. sums: how many sums over `each` query heads a sequence has.
+    dquery: float32, see `_leave`. sums: how many sums over `each` query heads a sequence has.
     """
     BLOCK_M: gl.constexpr = q.block_shape[2]
     BLOCK_N: gl.constexpr = k.block_shape[2]
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     rings = (
         buffers(q, STAGES), buffers(dout, STAGES), buffers(numbers, STAGES), buffers(k, 1), buffers(v, 1),
-        gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], DS),
+        gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], DS), buffers(dquery, 2),
     )  # fmt: skip
     barriers = (
-        made_barriers(STAGES, 1), made_barriers(STAGES, 1), made_barriers(STAGES, 1), made_barriers(STAGES, 1),
-        made_barriers(1, 1), made_barriers(1, 1),
+        made_barriers(STAGES, 1), made_barriers(STAGES, 1), made_barriers(1, 1), made_barriers(1, 1),
     )  # fmt: skip
     produced = (
         q, k, v, dout, numbers, rings, barriers, tiles, pairs, together, heads, heads_k, each, sums, blocks,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from polyattn_triton import runtime  # noqa: F401  first: it decides how Triton is imported
 
 from triton.experimental import gluon  # isort: skip
+from triton._C.libtriton import ir  # isort: skip
 from triton.experimental.gluon import language as gl  # isort: skip
+from triton.experimental.gluon.language._core import builtin  # isort: skip
 from triton.experimental.gluon.language.nvidia import hopper  # isort: skip
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma  # isort: skip
 
 __all__ = [
     "LN2",
+    "add_to",
     "added",
     "barrier",
     "buffers",
@@ -38,6 +41,18 @@ store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 viewed = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+@builtin
+def _reduce(descriptor, coordinates, buffer, _semantic=None):
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, buffer.handle)
+
+
+# What a box in shared memory has is added to what global memory has. Gluon of 3.6 and 3.7 can say so, and has no name
+# for it.
+add_to = getattr(tma, "async_atomic_add", None) or _reduce
 
 LN2 = gl.constexpr(0.6931471805599453)
 _LOG2E = gl.constexpr(1.4426950408889634)

@@ -14,7 +14,6 @@ __all__ = [
     "DECODE",
     "EXTEND",
     "FORWARD",
-    "HOPPER_BACKWARD",
     "HOPPER_EXTEND",
     "KERNELS",
     "LATENT",
@@ -116,14 +115,6 @@ BACKWARD = Kernel(
 )
 """Choices: of `kernels.backward.Config`."""
 
-HOPPER_BACKWARD = Kernel(
-    "triton.hopper_backward",
-    key=("dtype", "head_dim", "v_dim"),
-    choices={"serves": (False, True)},
-    versions=_VERSIONS,
-)
-"""Whether the one launch of `hopper.backward` serves what it takes, in place of the two of `kernels.backward`."""
-
 BLOCK_SPARSE = Kernel(
     "triton.block_sparse",
     key=("kernel", "dtype", "head_dim", "block_q", "block_k"),
@@ -132,4 +123,4 @@ BLOCK_SPARSE = Kernel(
 )
 """`kernel`: forward, query or key. Choices: of `kernels.block_sparse.Tiles`; no tile is larger than a block."""
 
-KERNELS = (DECODE, EXTEND, LATENT, HOPPER_EXTEND, FORWARD, BACKWARD, HOPPER_BACKWARD, BLOCK_SPARSE)
+KERNELS = (DECODE, EXTEND, LATENT, HOPPER_EXTEND, FORWARD, BACKWARD, BLOCK_SPARSE)
