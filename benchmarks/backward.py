@@ -131,6 +131,7 @@ class Problem:
 
 
 def measure(rows: Sequence[Row], clock: Clock) -> Iterator[dict[str, Any]]:
+    polyattn.configure(strict=True)  # a library's fallback is not the library
     for row in rows:
         problem = Problem(row, clock.device)
         calls = problem.calls(LIBRARIES if clock.on_gpu else LIBRARIES[-1:])

@@ -17,15 +17,21 @@ from polyattn.tuning.predicted import Model
 from polyattn.tuning.rows import canonical, row_of
 
 ROOT = Path(__file__).parents[2]
-RESULTS = {
-    name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-    for name in ("random-shapes-71", "random-shapes")
-}
+
+
+def read(*names: str) -> dict[str, Any]:
+    found = {name: ROOT / "benchmarks" / "results" / f"{name}.json" for name in names}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in found.items()}
+
+
+RESULTS = read("random-shapes-71", "random-shapes")
 RESULT = RESULTS["random-shapes"]
-TABLE = ROOT / "plugins" / "cuda" / "src" / "polyattn_cuda" / "measurements" / "nvidia-h100.json"
+TABLES = ROOT / "plugins" / "cuda" / "src" / "polyattn_cuda" / "measurements"
 STALE = (
     "random-shapes-71:random_packed",
     "random-shapes-71:random_extend",
+    "random-shapes-71:random_training",
+    "random-shapes:random_training",
     "random-shapes:d64 H2 kv2 B6 q99 KV7525 page 1",
     "random-shapes:d72 H48 kv8 B12 KV11153 page 128 window 306,0",
 )
@@ -45,11 +51,21 @@ def first(kind: str) -> dict[str, Any]:
     return next(row for row in RESULT["rows"] if row["kind"] == kind and row.get("measurement"))
 
 
-def test_the_shipped_table_is_of_the_result_file(benchmark: Callable[[str], ModuleType]) -> None:
-    made = benchmark("sample_table").table(RESULTS, STALE)
-    assert json.loads(TABLE.read_text(encoding="utf-8")) == made, "python benchmarks/sample_table.py writes it"
-    assert {row.place.device for row in shipped_samples()} == {RESULT["machine"]}
-    assert not {row.place.device for row in shipped_rows()} & {RESULT["machine"]}, "a sample answers no request"
+@pytest.mark.parametrize(
+    ("table", "names", "stale"),
+    [("nvidia-h100", tuple(RESULTS), STALE), ("nvidia-h200-sample", ("random-shapes-111", "random-shapes-121"), ())],
+)
+def test_the_shipped_tables_are_of_the_result_files(
+    table: str, names: tuple[str, ...], stale: tuple[str, ...], benchmark: Callable[[str], ModuleType]
+) -> None:
+    results = read(*names)
+    made = benchmark("sample_table").table(results, stale)
+    file = TABLES / f"{table}.json"
+    assert json.loads(file.read_text(encoding="utf-8")) == made, "python benchmarks/sample_table.py writes it"
+    of = {result["machine"] for result in results.values()}
+    assert {row.place.device for row in shipped_samples()} > of
+    there = {canonical(row.plain()) for row in shipped_rows()}
+    assert not there & {canonical(row) for row in made["measurements"]}, "a sample answers no request"
 
 
 def test_a_measurement_keeps_what_was_drawn_and_where(benchmark: Callable[[str], ModuleType]) -> None:
@@ -107,6 +123,8 @@ def test_what_has_other_kernels_is_left_out_whole(
     assert gone == {
         ("seed 7", "random_packed"),
         ("seed 7", "random_extend"),
+        ("seed 7", "random_training"),
+        ("seed 1", "random_training"),
         ("seed 1", "random_extend"),
         ("seed 1", "random_decode_windows"),
     }

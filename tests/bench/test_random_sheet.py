@@ -67,3 +67,21 @@ def test_seeds_are_one_sheet(random_sheet: ModuleType) -> None:
         assert [row["model"] for row in rows] == ["seed 7"] * 3 + ["seed 8"] * 3
     twice = random_sheet.drawn([7, 7], 3)["families"]["random_decode"]["rows"]
     assert all(a != b for i, a in enumerate(twice) for b in twice[:i]), "bench refuses two rows that are one"
+
+
+def test_some_families_are_a_sheet(random_sheet: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "some.yaml"
+    monkeypatch.setattr(
+        "sys.argv", ["random_sheet.py", "7", "--rows=2", "--families", "random_training", f"--out={out}"]
+    )
+    random_sheet.main()
+    sheet = read([out])
+    assert [family.name for family in sheet.families] == ["random_training"]
+    assert [bar.name for bar in sheet.bars] == [
+        "choice of sizes unseen",
+        "tuned choice",
+        "our training over the fastest library",
+    ]
+    assert (
+        random_sheet.drawn([7], 2)["families"]["random_training"]["rows"][0]["q_len"] == sheet.families[0].rows[0].q_len
+    )

@@ -57,30 +57,3 @@ def test_ratios_are_to_the_fastest_other(load: Any) -> None:
     found = {"a": {"us": 2.0}, "b": {"us": 6.0}, "c": {"us": 8.0}, "d": {}}
     assert load("beside").times_as_fast(found, "a", "c", "b", "d") == 3.0
     assert load("beside").times_as_fast(found, "d", "a") is None
-
-
-def test_the_faster_launches_of_the_backward_are_recorded(
-    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
-    from polyattn import tuning
-
-    monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "tuning.sqlite3"))
-    monkeypatch.delenv("POLYATTN_TUNING", raising=False)
-    tuning.reload()
-    module = load("backward")
-    # Where a record is of a device that is not here, tuning says so: here the CPU stands for it.
-    monkeypatch.setattr(module.torch, "device", lambda name, real=torch.device: real("cpu"))
-
-    def row(width: int, one: dict[str, Any]) -> dict[str, Any]:
-        return {"head_dim": width, "calls": {"two launches": {"us": 9.0}, "one launch": one}}
-
-    rows = [row(64, {"us": 8.0}), row(64, {"us": 11.0}), row(128, {"us": 5.0}), row(96, {"not_timed": "wrong"})]
-    module.record({"command": "this test", "rows": rows})
-    assert capsys.readouterr().out.splitlines() == [
-        "recorded: head dim 64, two launches",
-        "recorded: head dim 128, one launch",
-    ]
-    module.record({"command": "this test", "rows": rows[3:]})
-    assert capsys.readouterr().out.strip() == "nothing is recorded: no row has times of both launches"
-    monkeypatch.undo()
-    tuning.reload()

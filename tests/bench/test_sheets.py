@@ -46,7 +46,11 @@ def test_the_shipped_table_of_the_h200_knows_the_rows(sheet, monkeypatch):
         monkeypatch.setattr(f"polyattn.{where}.device_facts", lambda device: {"platform": "cuda", "arch": "sm90"})
     known = {canonical(one["key"]) for one in json.loads(TABLE.read_text())["measurements"]}
     there = {row.id: canonical(workload(row, torch.device("cuda", 0)).key()) for row in rows_of(sheet)}
-    assert {row.rpartition("/")[0] for row, key in there.items() if key not in known} == set()
+    # Triton has other kernels for these since: the table's times of it were not true any more (docs/tuning.md).
+    stale = {
+        row.id for row in rows_of(sheet) if row.kind == "packed" or (row.kind == "training" and row.head_dim <= 128)
+    }
+    assert {row for row, key in there.items() if key not in known} == stale
 
 
 def test_the_sheets_cover_what_they_must(sheet):

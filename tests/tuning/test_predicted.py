@@ -139,11 +139,36 @@ def test_who_has_no_time_of_a_host_is_not_taken_for_one_without_a_host():
         rows.append(backend_row(H100, packed, (batch, 500, 500), {**times, "cudnn": 5.0 * batch}, "a test"))
     made = Model.of(rows, shipped_rates(), H100.device, "sm90")
     one = made.at(packed, request_key(packed), (2, 512, 512))
-    assert one.host == {"triton": 70.0, "fa": 30.0, "cudnn": 50.0}
+    assert one.host == pytest.approx({"triton": 70.0, "fa": 30.0, "cudnn": 50.0})
     assert next(iter(one.costs(recorded=False))) == "fa"
     assert next(iter(one.costs(recorded=True))) == "cudnn"
     bare = Model.of([row for row in rows if "host" not in row.value], shipped_rates(), H100.device, "sm90")
     assert bare.at(packed, request_key(packed), (2, 512, 512)).host == {}, "nobody's is known"
+
+
+def test_the_host_of_one_kernel_is_not_that_of_another():
+    """A backend whose long calls need several launches: what is near says what its host takes."""
+    packed = AttentionRequest(family="varlen", layout="THD", heads=16, kv_heads=16, platform="cuda", arch="sm90")
+    rows = []
+    for batch, length, host in ((1, 128, 60.0), (2, 128, 60.0), (1, 8192, 300.0), (2, 8192, 300.0)):
+        times = {"triton": batch * length / 100, "fa": batch * length / 90}
+        rows.append(
+            backend_row(H200, packed, (batch, length, length), times, "a test", host={"triton": host, "fa": 40})
+        )
+    made = Model.of(rows, shipped_rates(), H200.device, "sm90")
+    for length, host in ((128, 60.0), (8192, 300.0)):
+        one = made.at(packed, request_key(packed), (1, length, length))
+        assert one.host == pytest.approx({"triton": host, "fa": 40}, rel=0.05)
+
+
+def test_one_shipped_request_like_it_comes_after_the_model_and_one_of_this_machine_before():
+    asked = with_lengths(ENCODER, 32, 512, 512)
+    assert chosen(asked, H200).source == "cost model"
+    like = dataclasses.replace(ENCODER, heads=8, kv_heads=8).normalised()
+    tuning.record(backend_row(H200, like, (64, 512, 512), {"torch_sdpa": 1.0, "triton": 9.0}, "a test"))
+    said = tuning.advise(asked, lambda: H200)
+    assert (said.order[0][0], said.how) == ("torch_sdpa", "tuned")
+    assert said.kin is not None
 
 
 def test_other_architectures_are_not_predicted():

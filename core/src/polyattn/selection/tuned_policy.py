@@ -71,10 +71,11 @@ def shipped_policy(
 
 
 def _advised(policy: Policy, request: AttentionRequest, said: Advice) -> Policy:
+    said = said.by_rules(current_settings().rules)
     if not (said.order or said.avoid or said.notes):
         return policy
     like = None if said.kin is None else dataclasses.replace(request, **said.kin.fields).normalised()
-    tuned = tuple(Choice(name, why, like, kind, said.how) for name, why, kind in said.choices(current_settings().rules))
+    tuned = tuple(Choice(name, why, like, kind, said.how) for name, why, kind in said.choices())
     return dataclasses.replace(policy, tuned=tuned, avoid=said.avoid, notes=said.notes)
 
 

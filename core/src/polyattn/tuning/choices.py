@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,6 +49,7 @@ class Advice:
         notes: what else a reader should know: who is quarantined and why, which measurements are not used.
         kin: whose measurements these are, where they are not of the request itself.
         by: as `Measured`. predicted: nothing was measured of it: these are predictions.
+        otherwise: what measurements of other requests say, where these are predictions.
     """
 
     order: tuple[tuple[str, str], ...] = ()
@@ -56,16 +58,22 @@ class Advice:
     kin: SimilarRequest | None = None
     by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     predicted: bool = False
+    otherwise: Callable[[], Advice] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def how(self) -> str:
         """Who chooses, as `Selection.source` says it."""
         return "cost model" if self.predicted else "tuned"
 
-    def choices(self, rules: str) -> Iterator[tuple[str, str, str]]:
-        """Backend, why, and whose kernels they are, the fastest first. rules: `Settings.rules`; where it is "seed", no
-        prediction is a choice."""
-        for whole, why in () if self.predicted and rules == "seed" else self.order:
+    def by_rules(self, rules: str) -> Advice:
+        """What of it counts by `Settings.rules`: where they are "seed", no prediction is a choice."""
+        if not (self.predicted and rules == "seed"):
+            return self
+        return dataclasses.replace((self.otherwise or Advice)(), avoid=self.avoid, notes=self.notes)
+
+    def choices(self) -> Iterator[tuple[str, str, str]]:
+        """Backend, why, and whose kernels they are, the fastest first."""
+        for whole, why in self.order:
             name, kind = parts(whole)
             yield name, why, self.by.get(whole) or kind
 
@@ -176,13 +184,19 @@ def _order(request: AttentionRequest, here: Known, key: Mapping[str, Any], *, ow
             found = _without_held(here, key, here.model.grid(request, key, own=own))
         return _overall(found, recorded)
     filed = bucket(lengths[0]), bucket(lengths[1]), bucket(lengths[2])
-    for reach in (NEAR, FAR):
-        if (near := _near(found, filed, recorded, reach, tree=request.tree)) is not NOTHING:
-            return near
-    if here.model is None or 0 in lengths or (one := here.model.at(request, key, lengths, own=own)) is None:
-        return NOTHING
-    left = _without_held(here, key, [one])
-    return _of(left[0], recorded) if left else NOTHING
+
+    def nearest(some: Sequence[Measured]) -> Advice:
+        nears = (_near(some, filed, recorded, reach, tree=request.tree) for reach in (NEAR, FAR))
+        return next((near for near in nears if near is not NOTHING), NOTHING)
+
+    # One request like this one that somebody else measured knows less than the model made of all of them.
+    if (said := nearest([one for one in found if one.kin is None or not one.shipped])) is not NOTHING:
+        return said
+    one = here.model.at(request, key, lengths, own=own) if here.model is not None and 0 not in lengths else None
+    left = _without_held(here, key, [one]) if one is not None else ()
+    if not left:
+        return nearest(found)
+    return dataclasses.replace(_of(left[0], recorded), otherwise=functools.partial(nearest, found))
 
 
 def _near(found: Sequence[Measured], lengths: Lengths, recorded: bool, reach: int, *, tree: bool) -> Advice:

@@ -28,7 +28,7 @@ from .times import Lengths, Measured
 
 __all__ = ["Model", "Rates", "rates_of"]
 
-_POINTS, _LEAST = 16, 5
+_POINTS, _LEAST = 16, 3
 """Measurements that a prediction is made of; a group of requests with fewer than the second is not predicted."""
 _REACH = 0.5
 """Distance in which the weight of a measurement falls by e. Distances are about octaves, see `_place`."""
@@ -94,7 +94,8 @@ def _is_rate(value: Any) -> bool:
 
 class _Point(NamedTuple):
     """A measurement. at, flags: its place. base: ln of the time of its group's usual backend over the roofline; beside:
-    of each backend, by its number in the group, with its ln of the time over that one's."""
+    of each backend, by its number in the group, ln of its time over that one's, and of the host's microseconds, 0 = not
+    timed."""
 
     at: tuple[float, ...]
     flags: tuple[float, ...]
@@ -102,7 +103,7 @@ class _Point(NamedTuple):
     device: str
     lengths: Lengths
     base: float
-    beside: Sequence[tuple[int, float]]
+    beside: Sequence[tuple[int, float, float]]
     rule: str
 
 
@@ -197,6 +198,7 @@ class Model:
         total, base, count = 0.0, 0.0, 0
         # By the numbers of backends: a prediction is made for every new length.
         above, below = [0.0] * len(names), [0.0] * len(names)
+        issued, known = [0.0] * len(names), [0.0] * len(names)
         for i in order:
             weight = math.exp((nearest - offs[i]) / _REACH)
             if weight < _LIGHT:
@@ -205,14 +207,24 @@ class Model:
             count += 1
             total += weight
             base += weight * point.base
-            for number, value in point.beside:
+            for number, value, host_value in point.beside:
                 above[number] += weight * value
                 below[number] += weight
+                if host_value:
+                    issued[number] += weight * host_value
+                    known[number] += weight
         base = roof + base / total
-        times = {name: math.exp(base + x / y) for name, x, y in zip(names, above, below, strict=True) if y}
+        times, took = {}, {}
+        for name, x, y, issue, timed in zip(names, above, below, issued, known, strict=True):
+            if y:
+                times[name] = math.exp(base + x / y)
+                # Who has several kernels may need more of the host for one than for another.
+                if timed:
+                    took[name] = math.exp(issue / timed)
+                elif name in host:
+                    took[name] = host[name]
         said = f"from {count} measurement{'s' if count > 1 else ''} on {devices}"
-        issued = {name: host[name] for name in times if name in host}
-        return Measured(lengths, times, "", True, issued, points[order[0]].rule, predicted=said)
+        return Measured(lengths, times, "", True, took, points[order[0]].rule, predicted=said)
 
 
 def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
@@ -241,8 +253,9 @@ def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
             continue
         lengths = (row.key["batch"], row.key["q"], row.key["k"])
         at, flags, roof = _place(request, lengths, rates[row.place.device])
-        for name, time in row.value.get("host", {}).items():
-            hosts.setdefault(_whole(row, name), []).append(time)
+        issued = {_whole(row, name): time for name, time in row.value.get("host", {}).items()}
+        for name, time in issued.items():
+            hosts.setdefault(name, []).append(time)
         found.append(
             _Point(
                 at,
@@ -251,7 +264,11 @@ def _read(rows: Sequence[Row], rates: Mapping[str, Rates]) -> _Group:
                 row.place.device,
                 lengths,
                 math.log(times[usual]) - roof,
-                [(numbers[name], math.log(time / times[usual])) for name, time in times.items() if name in numbers],
+                [
+                    (numbers[name], math.log(time / times[usual]), math.log(issued.get(name, 1.0)))
+                    for name, time in times.items()
+                    if name in numbers
+                ],
                 _whole(row, row.value.get("rule", "")),
             )
         )

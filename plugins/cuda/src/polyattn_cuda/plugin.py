@@ -32,5 +32,6 @@ def polyattn_register_backends() -> Iterable[BackendInfo]:
 @hookimpl
 def polyattn_register_measurements() -> Iterable[str]:
     """What was measured: on an H200 by `polyattn bench --tune`, with the sheets of benchmarks/sheets, and by `polyattn
-    tune`; on an H100 random shapes, by benchmarks/sample_table.py."""
-    return ["polyattn_cuda:measurements/nvidia-h200.json", "polyattn_cuda:measurements/nvidia-h100.json"]
+    tune`; on an H200 and an H100 random shapes, by benchmarks/sample_table.py."""
+    names = "nvidia-h200", "nvidia-h200-sample", "nvidia-h100"
+    return [f"polyattn_cuda:measurements/{name}.json" for name in names]
