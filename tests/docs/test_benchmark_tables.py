@@ -119,7 +119,7 @@ def test_shipped_tables_are_held_to_what_they_say_of_requests_they_do_not_have(c
     assert module.measure() == result["devices"], "python benchmarks/shipped_tables.py writes it"
     for installed in result["devices"].values():
         assert list(installed) == ["all libraries", "Triton and PyTorch"]
-        for rows, unseen, model in zip(installed.values(), (0.955, 0.99), (0.94, 0.99), strict=True):
+        for rows, unseen, model in zip(installed.values(), (0.96, 0.99), (0.94, 0.99), strict=True):
             assert sum(row["predicted"] for row in rows) > len(rows) * 3 / 4
             figures = [float(module.figures(rows, who)[0]) for who in ("rules", "unseen", "model")]
             assert figures[1] >= unseen > figures[0], "asked of choices that nobody measured"

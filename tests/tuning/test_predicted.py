@@ -16,7 +16,7 @@ from polyattn.selection.inspection import catalogue
 from polyattn.selection.select import Choice, Policy, Selection, select
 from polyattn.selection.tuned_policy import shipped_policy
 from polyattn.tuning import Place, backend_row, request_key, request_of, with_lengths
-from polyattn.tuning.known import shipped, shipped_rates, shipped_rows
+from polyattn.tuning.known import shipped, shipped_rates, shipped_rows, shipped_samples
 from polyattn.tuning.predicted import Model, Rates, rates_of
 
 H200, H100 = Place("NVIDIA H200", "sm90"), Place("NVIDIA H100 80GB HBM3", "sm90")
@@ -159,6 +159,21 @@ def test_the_host_of_one_kernel_is_not_that_of_another():
     for length, host in ((128, 60.0), (8192, 300.0)):
         one = made.at(packed, request_key(packed), (1, length, length))
         assert one.host == pytest.approx({"triton": host, "fa": 40}, rel=0.05)
+
+
+def test_long_training_is_as_far_as_sixteen_thousand_tokens_and_parts_train_like_the_whole():
+    """Layers of video models over several devices: nobody measured so many tokens, and parts have a gradient of the LSE
+    too."""
+    train = AttentionRequest(
+        heads=24, kv_heads=24, head_dim=128, grad=("query", "key", "value"), platform="cuda", arch="sm90"
+    ).normalised()
+    part = dataclasses.replace(train, grad=("query", "key", "value", "lse"), lse=True).normalised()
+    made = Model.of([*shipped_rows(), *shipped_samples()], shipped_rates(), H200.device, "sm90")
+    for tokens in (16_384, 115_200):
+        whole, of_part = (made.at(one, request_key(one), (1, tokens, tokens)) for one in (train, part))
+        assert whole is not None
+        assert whole.times == of_part.times
+        assert whole.times["triton"] < whole.times["torch_sdpa"]
 
 
 def test_one_shipped_request_like_it_comes_after_the_model_and_one_of_this_machine_before():

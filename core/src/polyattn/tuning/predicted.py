@@ -44,6 +44,8 @@ _LAUNCH = 5.0
 _SLOW = 4
 """Backends that always take more than so many times as long as the fastest are left out."""
 _TILE = 64
+_LARGE = 14
+"""Log2 of tokens, and of microseconds of the roofline, from which on more of them change nothing about who is fast."""
 _KEPT = 256
 _as_text = json.JSONEncoder(sort_keys=True).encode
 _Near = tuple[Sequence["_Point"], Sequence[tuple[float, ...]]]
@@ -293,6 +295,8 @@ def _group(key: Mapping[str, Any]) -> str:
         del kept["causal"]
     if kept.get("kv_layout") == "NHD":  # as where nothing is said
         del kept["kv_layout"]
+    if "grad" in kept:  # that of the LSE is a number more for each row
+        kept["grad"] = [name for name in kept["grad"] if name != "lse"]
     if kept.get("dtype", "bfloat16") in _HALVES:
         kept["dtype"] = "half"
     if str(kept.get("kv_dtype", "")).startswith("fp8") and kept.get("kv_scales") in (None, "", "tensor"):
@@ -332,15 +336,15 @@ def _place(request: AttentionRequest, lengths: Lengths, rates: Rates) -> _Placed
         2.0 * (s_q == 1),
     )
     sizes = (
-        0.35 * log2(bound),
+        0.35 * min(log2(bound), _LARGE),
         0.3 * max(min(log2(compute / memory), 3.0), -6.0),
         max(min(log2(tiles / rates.units), 4.0), -6.0),
         log2(dim),
         float(dim & (dim - 1) != 0),
         0.7 * log2(group),
         0.5 * (not log2(group).is_integer()),
-        0.8 * log2(s_q),
-        0.5 * log2(s_k),
+        0.8 * min(log2(s_q), _LARGE),
+        0.5 * (log2(s_k) if s_q == 1 else min(log2(s_k), _LARGE)),
         0.3 * (request.layout == "BHSD"),
         0.1 * log2(max(page, 16)),
         0.3 * log2(left + 2) if left >= 0 else 0.0,
