@@ -37,8 +37,7 @@ def compiled_policy(argument: str | None, scope: Scope, request: AttentionReques
 
     def said() -> tuple[list[tuple[str, str | None]], tuple[str, ...], Any]:
         found = advise(request, functools.partial(tuning_place, request.platform))
-        order = [(name, found.by.get(name)) for name, _ in found.order]
-        return order, found.avoid, found.kin and found.kin.fields
+        return [(name, found.by.get(name)) for name, _ in found.order], found.avoid, found.kin and found.kin.fields
 
     if current_choice(argument, scope, request) is None:
         watch(("compiled", request), said)

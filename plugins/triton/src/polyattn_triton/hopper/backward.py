@@ -77,7 +77,8 @@ class _Plan:
             tiles, pairs, together, heads, heads_k, self.each, heads_k * self.ways, blocks, self.s_q, s_k, offset,
             max(left, 0), spec.scale * LOG2E.value, spec.scale, width, v_shape[3],
         )  # fmt: skip
-        whole = not causal and left < 0
+        # Which block a program begins at is a product of these, in int32.
+        whole = not causal and left < 0 and blocks * tiles < 1 << 31
         self.options = {"CAUSAL": causal, "LEFT": left >= 0, "ROTATE": whole, "STAGES": STAGES, "num_warps": 8}
         boxes = (ROWS, KEYS, KEYS, ROWS)
         self.views = tuple((View(layout, *found, box, self.columns),) for found, box in zip(axes, boxes, strict=True))
@@ -91,11 +92,12 @@ def _plan(layout: str, spec: Spec, device: torch.device, *axes: Axes) -> _Plan |
 
 def fits(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec, layout: str) -> bool:
     """Whether `backward`, which `takes` such a call, is given these tensors: on a Hopper, where TMA reaches them, and
-    with enough of them that most processors have a tile."""
+    with enough of them that most processors have a tile. Fewer rows than a tile's would leave most of the sums empty."""
     if (
         not on_hopper(query.device)
         or (query.data_ptr() | key.data_ptr() | value.data_ptr() | dout.data_ptr()) & 15
         or not (query.numel() and key.numel())
+        or query.shape[1 if layout == "BSHD" else 2] < ROWS
     ):
         return False
     plan = _plan(layout, spec, query.device, *axes_of(query, key, value, dout))

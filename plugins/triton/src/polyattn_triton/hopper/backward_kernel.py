@@ -204,8 +204,10 @@ def _steps(
         ds = gl.convert_layout(change, gl.DotOperandLayout(0, dk.type.layout, 2), assert_trivial=True)
         dk = hopper.warpgroup_mma(ds, query, dk, is_async=True)
         dv, dq, p = hopper.warpgroup_mma_wait(1, deps=(dv, dq, p))
-        # What was added up two steps ago has left its place.
+        # What was added up two steps ago has left its place, which one thread knows; and nobody reads the gradient of
+        # scores any more.
         tma.store_wait(1)
+        barrier()
         _leave(dq_ring.index(step % 2), dq)
         line = (lines + block) * LINES
         dk, ds = hopper.warpgroup_mma_wait(0, deps=(dk, ds))

@@ -55,7 +55,7 @@ def _finish(
     sums, dquery, sgz, sgm, sgh, blocks, heads, s_q, factor,
     WIDTH: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dQ, times `factor`, from how `hopper.backward_kernel._add_up` lays it out."""
+    """A tile of dQ, times `factor`, from how `hopper.backward_kernel._leave` lays it out."""
     pid = tl.program_id(0)
     m = pid % blocks * M
     head = pid // blocks % heads
