@@ -374,3 +374,18 @@ def test_keys_that_no_cache_holds_emulated(
 )
 def test_lists_on_hopper(case: Sparse, on_hopper: None) -> None:
     case.check("cuda")
+
+
+@pytest.mark.parametrize(
+    ("release", "serves"), [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1234", True), ("4.0.0", True)]
+)
+def test_kernels_are_for_a_triton_that_starts_warps_so(
+    release: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper", reason="not run: this Triton has no Gluon")
+    monkeypatch.setattr(hopper_forward.triton, "__version__", release)
+    monkeypatch.setattr(hopper_forward.runtime, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    asked = hopper_forward.on_hopper.__wrapped__
+    assert asked(torch.device("cuda", 0)) is serves

@@ -92,7 +92,8 @@ def _plan(layout: str, spec: Spec, device: torch.device, *axes: Axes) -> _Plan |
 
 def fits(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec, layout: str) -> bool:
     """Whether `backward`, which `takes` such a call, is given these tensors: on a Hopper, where TMA reaches them, and
-    with enough of them that most processors have a tile. Fewer rows than a tile's would leave most of the sums empty."""
+    with enough of them that most processors have a tile. Of fewer rows than a tile's most of the sums would be empty.
+    """
     if (
         not on_hopper(query.device)
         or (query.data_ptr() | key.data_ptr() | value.data_ptr() | dout.data_ptr()) & 15

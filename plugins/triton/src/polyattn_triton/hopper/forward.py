@@ -6,13 +6,17 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn_triton import runtime
+from polyattn_triton import runtime  # first: it decides how Triton is imported
+
+import triton  # isort: skip
+
 from polyattn_triton.kernels.pools import Memory
 from polyattn_triton.kernels.room import TOO_LARGE, too_large
 from polyattn_triton.kernels.rules import LOG2E
@@ -88,11 +92,12 @@ def config_for(width: int, v_width: int, short: bool = False) -> Config:
 
 @functools.cache
 def on_hopper(device: torch.device) -> bool:
-    """Whether Gluon's Hopper kernels run there."""
+    """Whether Gluon's Hopper kernels run there: Triton 3.5 starts their warps in another way."""
     if runtime.INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
+    release = tuple(int(digits) for digits in re.findall(r"\d+", triton.__version__)[:2])
     gluon = importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper")
-    return gluon is not None and torch.cuda.get_device_capability(device) == (9, 0)
+    return release >= (3, 6) and gluon is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _by_head(layout: str, axes: Sequence[int]) -> list[int]:
