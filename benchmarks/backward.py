@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -154,12 +155,16 @@ def markdown(result: dict[str, Any]) -> str:
         f"| TFLOP/s of | {' | '.join(names)} | best of ours over the best library, {MUST:g} or {STRETCH:g} asked |",
         "|---|" + "---:|" * len(names) + "---|",
     ]
+    bests = []
     for row in result["rows"]:
         ours = [name for name in OURS if "us" in row["calls"].get(name, {})]
         ratios = [times_as_fast(row["calls"], name, *LIBRARIES) for name in ours]
         best = max((ratio for ratio in ratios if ratio is not None), default=None)
+        bests += [] if best is None else [best]
         said = "-" if best is None else f"{best:.2f}: {'met' if best >= MUST else 'missed'}"
         lines.append(f"| {row['row']} | {' | '.join(speed(row, name) for name in names)} | {said} |")
+    if bests:
+        lines += ["", f"Over the best library, by the geometric mean of the rows: {statistics.geometric_mean(bests):.2f}."]
     calls = [(row["row"], name, found) for row in result["rows"] for name, found in row["calls"].items()]
     why = [f"- {row}, {name}: {found['not_timed']}" for row, name, found in calls if "not_timed" in found]
     return "\n".join([*lines, *([""] if why else []), *why])

@@ -9,7 +9,7 @@ runs may differ in the last bits, and calls that ask for the same bits every tim
 
 from __future__ import annotations
 
-from polyattn_triton.hopper.common import add_to, barrier, buffers, flat, load, made_barriers, viewed
+from polyattn_triton.hopper.common import add_to, barrier, buffers, flat, load, made_barriers, meet, viewed
 from polyattn_triton.hopper.loop import fetch
 
 from triton.experimental import gluon  # isort: skip
@@ -69,19 +69,11 @@ def _turned(i, first, last, tile, tiles, ROTATE: gl.constexpr):
 
 @gluon.jit
 def _given_back(stage, WAIT: gl.constexpr):
-    """Named barrier of the producer and the consumers of a stage: wait until it is free, or say that it is.
+    """The producer and the consumers of a stage: wait until it is free, or say that it is.
 
     An arrival at a barrier in memory would cost two barriers of all consumers: it is one thread's, for all of them.
     """
-    number = _STAGE + stage
-    if WAIT:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 288; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 288; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-        )
+    meet(_STAGE + stage, 288, WAIT)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ __all__ = [
     "load",
     "load_rows",
     "made_barriers",
+    "meet",
     "natural_lse",
     "normalised",
     "operand",
@@ -97,6 +98,20 @@ def made_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def meet(number, THREADS: gl.constexpr, WAIT: gl.constexpr):
+    """Named barrier `number` of so many threads: wait for the others there, or tell them and go on. Triton itself uses
+    the numbers below 8."""
+    if WAIT:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r", [number, THREADS], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, $2; mov.b32 $0, $1;", "=r,r,r", [number, THREADS], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit

@@ -10,7 +10,19 @@ sequence): the mask is read from the key on at which query row 0 stands, and is 
 
 from __future__ import annotations
 
-from polyattn_triton.hopper.common import added, barrier, flat, load, operand, scaled, settled, softmax, split, sums
+from polyattn_triton.hopper.common import (
+    added,
+    barrier,
+    flat,
+    load,
+    meet,
+    operand,
+    scaled,
+    settled,
+    softmax,
+    split,
+    sums,
+)
 
 from triton.experimental import gluon  # isort: skip
 from triton.experimental.gluon import language as gl  # isort: skip
@@ -20,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier  # isort: 
 __all__ = ["drained", "fetch", "first_turn", "key_blocks", "own_blocks", "passed", "walked"]
 
 _TURN = gl.constexpr(8)
-"""First named barrier of the warpgroups' turns; Triton itself uses the low numbers."""
+"""First named barrier of the warpgroups' turns."""
 
 
 @gluon.jit
@@ -76,15 +88,8 @@ def fetch(descriptors, rings, batch, head, row, full, stage, wanted):
 
 @gluon.jit
 def _turn(number, OURS: gl.constexpr):
-    """Named barrier of two warpgroups: wait until it is our turn, or give the turn to the one it belongs to."""
-    if OURS:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-        )
+    """Two warpgroups: wait until it is our turn, or give the turn to the one it belongs to."""
+    meet(number, 256, OURS)
 
 
 @gluon.jit
