@@ -164,7 +164,7 @@ def markdown(result: dict[str, Any]) -> str:
         said = "-" if best is None else f"{best:.2f}: {'met' if best >= MUST else 'missed'}"
         lines.append(f"| {row['row']} | {' | '.join(speed(row, name) for name in names)} | {said} |")
     if bests:
-        lines += ["", f"Over the best library, by the geometric mean of the rows: {statistics.geometric_mean(bests):.2f}."]
+        lines += ["", f"Over the best library, geometric mean: {statistics.geometric_mean(bests):.2f}."]
     calls = [(row["row"], name, found) for row in result["rows"] for name, found in row["calls"].items()]
     why = [f"- {row}, {name}: {found['not_timed']}" for row, name, found in calls if "not_timed" in found]
     return "\n".join([*lines, *([""] if why else []), *why])
