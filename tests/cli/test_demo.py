@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+import polyattn
 from polyattn.cli.demo import agreement, cost, sentences, steps, workloads
 from polyattn.cli.demo.step import Step
 from polyattn.cli.rendering import THEME
@@ -66,6 +67,15 @@ def test_six_workloads(shown: Any) -> None:
     assert chosen["LLM prefill"] == "torch_sdpa"
     assert chosen["Gemma-2 layer"] == "reference"
     assert found[0]["elsewhere"]["cuda:sm90"] == "fa"
+
+
+def test_methods_that_want_a_place_are_no_reason() -> None:
+    query = torch.randn(1, 8, 2, 32)
+    said = polyattn.explain(polyattn.attention, query, query, query, softcap=50.0)
+    usable = workloads._kernels() & set(said.rejected)
+    assert "video_sparse_attn" in said.rejected
+    assert "video_sparse_attn" not in usable
+    assert workloads._because(said, usable).startswith("torch_sdpa: softcap=50.0 is not declared")
 
 
 def test_the_model_was_served_by_polyattn_and_agrees_with_eager(shown: Any) -> None:

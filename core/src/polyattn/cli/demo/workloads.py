@@ -85,7 +85,7 @@ def workloads() -> list[Workload]:
 def run(bar: Progress) -> Step:
     items = workloads()
     task = bar.add_task("six workloads", total=len(items))
-    usable = {b.name for b in list_backends("cpu") if b.status == "available"}
+    usable = _kernels() & {b.name for b in list_backends("cpu") if b.status == "available"}
     here = grid("workload", "asks for", "served by", "because")
     elsewhere = grid("workload", *MACHINES)
     found = []
@@ -117,6 +117,12 @@ def run(bar: Progress) -> Step:
         parts=(here, legend, elsewhere),
         data={"workloads": found},
     )
+
+
+def _kernels() -> set[str]:
+    """Name the backends that are more than methods: no call here has a place, so one that wants it is no reason."""
+    known = get_manager().backends.values()
+    return {info.name for info in known if not all(provider.is_method for provider in info.providers)}
 
 
 def _because(selection: Selection, usable: set[str]) -> str:
