@@ -339,7 +339,8 @@ class Machine:
         size = 1
         for n in shape:
             size *= int(n)
-        return Buffer(torch.full((size,), float("nan"), dtype=dtype), [int(n) for n in shape])
+        nothing = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+        return Buffer(torch.full((size,), nothing, dtype=dtype), [int(n) for n in shape])
 
     def _load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Any:
         found = pointer.memory[pointer.places(mask)].clone()
@@ -356,13 +357,14 @@ class Machine:
         places, block, wanted = torch.broadcast_tensors(places, block, wanted)
         pointer.memory[places[wanted]] = block[wanted]
 
-    def _atomic_add(self, pointer: Pointer, block: Any, mask: Any = None, sem: str | None = None) -> None:
+    def _atomic_add(self, pointer: Pointer, block: Any, mask: Any = None, sem: str | None = None) -> Any:
         places = pointer.places(mask)
-        block = block.as_subclass(torch.Tensor)
-        assert block.dtype == pointer.memory.dtype
+        block = value(block).as_subclass(torch.Tensor).to(pointer.memory.dtype)
         assert mask is None
         with self._changed:
+            before = pointer.memory[places].clone()
             pointer.memory.index_add_(0, places.flatten(), block.flatten())
+        return value(before)
 
     def _expect(self, bar: Barrier, size: Any, pred: Any = True) -> None:
         if bool(pred):

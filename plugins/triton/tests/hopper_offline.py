@@ -91,7 +91,11 @@ def extend(
         "starts": "*i32",
         "scale": "fp32",
     }
-    optional = {"sinks": "*fp32" if sinks else None, "mask": "*i1" if tree else None}
+    optional = {
+        "sinks": "*fp32" if sinks else None,
+        "mask": "*i1" if tree else None,
+        "queue": None if uniform else "*i32",
+    }
     signature |= {name: kind for name, kind in optional.items() if kind}
     optional |= {} if page_size else {"table": None}
     constants = {name: None for name, kind in optional.items() if not kind} | {
@@ -163,8 +167,9 @@ def listed(width: int, block_q: int, block_k: int, sizes: bool, packed: bool = F
     return compiled(attend_listed, signature, constants | ({} if sizes else {"valid": None}))
 
 
-def latent(page_size: int, causal: bool) -> dict[str, Any]:
-    """As `hopper.latent.attend` launches it, for bfloat16 and 128 heads."""
+def latent(page_size: int, causal: bool, fp8: str = "") -> dict[str, Any]:
+    """As `hopper.latent.attend` launches it, for bfloat16 and 128 heads; fp8: of FP8 rows, for a query of this
+    dtype."""
     from polyattn_triton.hopper import latent as hopper
     from polyattn_triton.hopper.latent_kernel import attend
 
@@ -173,6 +178,9 @@ def latent(page_size: int, causal: bool) -> dict[str, Any]:
     signature |= dict.fromkeys(("lse", "piece_out", "piece_lse"), "*fp32")
     constants = {"HEADS": 128, "ROW": 576, "PAGE": page_size, "CAUSAL": causal, "REGISTERS": hopper.REGISTERS}
     constants |= dict.fromkeys(("listed", "sequence_of", "scales", "rope"))
+    if fp8:
+        signature |= {"query": f"*{fp8}", "cache": "*i32", "out": f"*{fp8}"}
+        constants |= {"ROW": 144, "REGISTERS": hopper.FP8_REGISTERS}
     return compiled(attend, signature, constants, aligned=("query", "cache", "query_token", "query_head", "cache_page"))
 
 

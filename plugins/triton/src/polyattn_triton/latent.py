@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyattn.contract import AttentionRequest, Bound, InvalidInputError, KVPart, PagedTables, Slot
 from polyattn_triton import runtime
+from polyattn_triton.hopper import latent as hopper
 from polyattn_triton.kernels import latent
 from polyattn_triton.kernels.merge import merge
 
@@ -79,6 +80,8 @@ class _Attention:
         return out if lse is None else (out, lse)
 
     def launch(self, device: torch.device, sequences: int, max_seqlen_q: int, max_seqlen_k: int) -> latent.Launch:
+        r = self._request
+        plain = r.mask == "none" and r.window == (-1, -1) and not r.chunk
         return latent.launch_for(
             device,
             self._dtype,
@@ -90,6 +93,7 @@ class _Attention:
             self._request.batch_invariant,
             additive=self._request.mask == "additive",
             stored=self._stored,
+            own=plain and hopper.likely(device, self._dtype, self._widths, r.page_size, self._stored),
         )
 
     def _attend(

@@ -37,6 +37,8 @@ _EXTEND_ROWS = 128
 """Of a tile of `extend`: how many programs it would have follows from them."""
 _LONG = 1024
 """Keys from which on splitting them pays for what it costs."""
+_NARROW = 64
+"""Head dims up to which 64 rows are merged in no time."""
 _AHEAD = 4
 """Keys to a query from which on ranges of them are mostly seen by all queries: under a causal mask others are half
 empty."""
@@ -77,8 +79,9 @@ class _Call:
         self.parts_on_hopper = r.platform == "cuda" and not r.batch_invariant and hopper.takes_parts(r)
         self.mask = "" if r.mask == "none" else "tree" if r.tree and r.mask == "bool" else r.mask
         self.cut_on_hopper = self.on_hopper and not self.mask and r.window[0] < 0
-        # Fewer are a small tile of `decode`; of 8 bits, and under a mask, half a tile of `extend` takes no less.
-        self.small = _FEW // 2 if r.kv_storage == r.dtype and not self.mask else _FEW
+        # Fewer are a small tile of `decode`; of 8 bits or narrow heads, and under a mask, half a tile of `extend` takes
+        # no less.
+        self.small = _FEW // 2 if r.kv_storage == r.dtype and not self.mask and r.head_dim > _NARROW else _FEW
 
     # ------------------------------------------------------------------------------------------------ which kernel
 

@@ -365,14 +365,19 @@ def _launch(
     steps = out.stride()[-3:-1], (0, 0) if lse is None else lse.stride()[-2:]
     out_part, lse_part = (out.stride(0), 0 if lse is None else lse.stride(0)) if cuts else (0, 0)
     boxed = _ROWS % group == 0
+    every = numbers * heads * max(cuts, 1)
+    programs = min(runtime.processors(query.device), every)
+    # A tensor of the call's own: calls on other streams have theirs, and a graph has its own.
+    queue = None if uniform or every == programs else torch.zeros(1, dtype=torch.int32, device=query.device)
     try:
-        attend[(min(runtime.processors(query.device), numbers * heads * max(cuts, 1)),)](
+        attend[(programs,)](
             _query_boxes(Memory(query.data_ptr(), query.dtype), query.shape, strides, group) if boxed else query,
             _page_boxes(Memory(keys.key.data_ptr(), keys.key.dtype), pools.key, rows),
             _page_boxes(Memory(keys.value.data_ptr(), keys.value.dtype), pools.value, rows),
-            out, lse, sinks, *mask, keys.table, keys.lens, starts, 0 if keys.table is None else keys.table.stride(0),
-            pools.row, pools.column, pools.page_rows, sequences, tiles, numbers, heads, max(left, 0),
-            scale * LOG2E.value, out_part, *steps[0], lse_part, *steps[1], strides[0] // 8, strides[1] // 8, cuts,
+            out, lse, sinks, *mask, keys.table, keys.lens, starts, queue,
+            0 if keys.table is None else keys.table.stride(0), pools.row, pools.column, pools.page_rows, sequences,
+            tiles, numbers, heads, max(left, 0), scale * LOG2E.value,
+            out_part, *steps[0], lse_part, *steps[1], strides[0] // 8, strides[1] // 8, cuts,
             CAUSAL=causal, LEFT=left >= 0, TREE=mask[0] is not None, GROUP=group, PAGE=page_size, UNIFORM=uniform,
             D=D, BLOCK_N=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, OVERLAP=config.overlap,
             TURNS=config.turns, REGISTERS=config.registers, PARTS=cuts > 0, num_warps=4,

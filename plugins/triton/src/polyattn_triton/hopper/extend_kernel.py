@@ -9,9 +9,12 @@ such a matrix without pages: a block is one box from the sequence's first row on
 rows is masked like what lies past an end.
 
 Tiles are found on the device: number floor(start * GROUP / M) + n is the first of sequence n, as in
-`kernels.extend`. A program computes many, one after the other. With PARTS the keys of a sequence are cut into ranges,
-each with tiles of its own whose results are one of as many float32 parts: a prefix that many share has few tiles, and
-so have a few new tokens.
+`kernels.extend`. A program computes many, one after the other: there and back again (`common.tile_of`) where all
+sequences are as long. Of others nobody knows which programs would get the long ones: those take the next tile of all
+when they have done one (`queue`), which the producer asks for, and tells the consumers.
+
+With PARTS the keys of a sequence are cut into ranges, each with tiles of its own whose results are one of as many
+float32 parts: a prefix that many share has few tiles, and so have a few new tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from polyattn_triton.hopper.common import (
     natural_lse,
     normalised,
     tile_of,
-    tiles_here,
     viewed,
 )
 from polyattn_triton.hopper.loop import drained, first_turn, key_blocks, walked
@@ -40,18 +42,47 @@ _ROWS = gl.constexpr(64)
 
 
 @gluon.jit
+def _taken(queue, turn):
+    """The producer's: number of the tile after that of round `turn`."""
+    counter, told, there, gone = queue
+    if counter is None:
+        number = tile_of(turn + 1)
+    else:
+        number = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+        mbarrier.wait(gone.index(0), turn & 1 ^ 1)
+        told.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
+        barrier()
+        mbarrier.arrive(there.index(0), count=1)
+    return number
+
+
+@gluon.jit
+def _told(queue, turn):
+    """A consumer's: number of the tile after that of round `turn`."""
+    counter, told, there, gone = queue
+    if counter is None:
+        number = tile_of(turn + 1)
+    else:
+        mbarrier.wait(there.index(0), turn & 1)
+        number = gl.max(told.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        barrier()
+        mbarrier.arrive(gone.index(0), count=1)
+    return number
+
+
+@gluon.jit
 def _tile(
-    turn, schedule, M: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, UNIFORM: gl.constexpr,
+    number, schedule, M: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, UNIFORM: gl.constexpr,
     PARTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """(sequence, its first token, its queries, its keys, where query 0 stands among them, tile in it, key head, range
-    of its keys, the key at which that begins) of round `turn`, for tiles of M rows; a sequence's last tile, which sees
+    of its keys, the key at which that begins) of tile `number`, for tiles of M rows; a sequence's last tile, which sees
     most keys, is its first one. Tiles past the end are negative. Where keys are cut, into ranges of a multiple of UNIT,
     `its keys` are those of the range. Of packed keys, whose `lens` are where sequences begin, the last is a row of
     their matrix.
     """
     lens, starts, sequences, tiles, heads, cuts = schedule
-    pid = tile_of(turn)
+    pid = number
     number = pid // heads
     head = pid - number * heads
     part = number * 0
@@ -176,7 +207,10 @@ def _produce(
 ):  # fmt: skip
     """The producer warp."""
     M: gl.constexpr = WARPGROUPS * _ROWS
-    q, k, v, boxes, barriers, patch, schedule, numbers, left, table, table_row, box_row, box_column, page_rows = given
+    (
+        q, k, v, boxes, barriers, patch, queue, schedule, numbers, left, table, table_row, box_row, box_column,
+        page_rows,
+    ) = given  # fmt: skip
     q_box, k_box, v_box = boxes
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
     heads = schedule[4]
@@ -185,9 +219,11 @@ def _produce(
     step = 0
     done = 0
     patched = 0
-    for turn in range(tiles_here(numbers * heads)):
+    turn = 0
+    number = tile_of(0)
+    while number < numbers * heads:
         n, start, s_q, s_k, offset, tile, head, _part, first = _tile(
-            turn, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
+            number, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
         )
         if tile >= 0:
             span, lowest = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)
@@ -234,6 +270,8 @@ def _produce(
                     _fetch(v, v_box, places, head * box_column, v_full, stage, stage, CHUNKS)
                 step += 1
             done += 1
+        number = _taken(queue, turn)
+        turn += 1
 
 
 @gluon.jit
@@ -290,8 +328,8 @@ def _consume(
     """Consumer INDEX: its share of the rows of every query tile."""
     M: gl.constexpr = WARPGROUPS * _ROWS
     (
-        q, q_token, q_head, rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head,
-        sinks, out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
+        q, q_token, q_head, rings, barriers, queue, schedule, numbers, left, scale, mask, mask_sequence, mask_row,
+        mask_head, sinks, out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
     ) = given  # fmt: skip
     q_ring, k_ring, _v_ring = rings
     q_full, q_free = barriers[0], barriers[1]
@@ -301,9 +339,11 @@ def _consume(
     done = 0
     if TURNS:
         first_turn(INDEX, WARPGROUPS)
-    for turn in range(tiles_here(numbers * heads)):
+    turn = 0
+    number = tile_of(0)
+    while number < numbers * heads:
         n, start, s_q, s_k, offset, tile, head, part, _first = _tile(
-            turn, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
+            number, schedule, M, GROUP, PAGE, UNIFORM, PARTS, UNIT
         )
         if tile >= 0:
             span = _span(tile, s_q, s_k, offset, left, CAUSAL, LEFT, TREE, GROUP, M, BLOCK_N)[0]
@@ -346,6 +386,8 @@ def _consume(
                 to += part.to(gl.int64) * out_part
                 _leave_part(o[0], to, start, row, s_q * GROUP, (out_token, out_head), GROUP)
             done += 1
+        number = _told(queue, turn)
+        turn += 1
 
 
 @gluon.jit(
@@ -353,7 +395,7 @@ def _consume(
                        "lse_part", "q_token", "q_head", "cuts"],
 )  # fmt: skip
 def attend(
-    q, k, v, out, lse, sinks, mask, mask_sequence, mask_row, mask_head, table, lens, starts, table_row,
+    q, k, v, out, lse, sinks, mask, mask_sequence, mask_row, mask_head, table, lens, starts, queue, table_row,
     box_row, box_column, page_rows, sequences, tiles, numbers, heads, left, scale,
     out_part, out_token, out_head, lse_part, lse_token, lse_head, q_token, q_head, cuts,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, TREE: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
@@ -365,7 +407,8 @@ def attend(
 
     A page p of head h begins at row p * page_rows + h * box_row and column h * box_column. PAGE = 0: keys are packed,
     `lens` is where sequences begin among them, [N + 1], and there is no `table`. `numbers`: of tiles, times heads the
-    tiles that there may be. UNIFORM: all sequences have `tiles` of them.
+    tiles that there may be. UNIFORM: all sequences have `tiles` of them. queue: int32 0, which counts the tiles that
+    programs took after their first one; None = tiles are dealt out there and back again.
     WARPGROUPS: consumers, 2 or 3. PARTS: the keys of a sequence are cut into `cuts` ranges, `numbers` being of tiles
     that are not cut; out and lse are then parts, float32, `out_part` and `lse_part` apart.
     """
@@ -393,15 +436,20 @@ def attend(
         made_barriers(STAGES, 1), made_barriers(STAGES, WARPGROUPS),
     )  # fmt: skip
     schedule = (lens, starts, sequences, tiles, heads, cuts)
+    if queue is None:
+        waiting = (None, None, None, None)
+    else:
+        told = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        waiting = (queue, told, made_barriers(1, 1), made_barriers(1, WARPGROUPS))
     if PARTS:
         numbers *= cuts
     produced = (
-        q, k, v, (q_box, k_box, v_box), barriers, made_barriers(1, 1), schedule, numbers, left, table, table_row,
-        box_row, box_column, page_rows,
+        q, k, v, (q_box, k_box, v_box), barriers, made_barriers(1, 1), waiting, schedule, numbers, left, table,
+        table_row, box_row, box_column, page_rows,
     )  # fmt: skip
     consumed = (
-        q, q_token, q_head, rings, barriers, schedule, numbers, left, scale, mask, mask_sequence, mask_row, mask_head,
-        sinks, out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
+        q, q_token, q_head, rings, barriers, waiting, schedule, numbers, left, scale, mask, mask_sequence, mask_row,
+        mask_head, sinks, out, lse, out_part, out_token, out_head, lse_part, lse_token, lse_head,
     )  # fmt: skip
     # Constants lose their nature in a tuple that is a variable: they are written out.
     if WARPGROUPS == 2:

@@ -78,7 +78,7 @@ class Config:
 
 @functools.cache
 def config_for(width: int, v_width: int, short: bool = False) -> Config:
-    """How heads of these dims run on an H200. `short`: causal, and no more than `_SHORT` queries."""
+    """How heads of these dims run on an H200. `short`: two consumers' rows fit better than three's (`_short`)."""
     d, d_v = sum(parts(width)), sum(parts(v_width))
     if max(d, d_v) <= 64 and short:
         return Config(warpgroups=2, block_n=128, stages=2)
@@ -88,6 +88,12 @@ def config_for(width: int, v_width: int, short: bool = False) -> Config:
     if d_v <= 128 and d <= 192:
         return Config(warpgroups=2, block_n=128, stages=2, apart=d <= 128)
     return Config(warpgroups=2, block_n=64, stages=2, apart=False)
+
+
+def _short(queries: int, causal: bool) -> bool:
+    """Whether tiles of three consumers, of 192 rows, would see too much of a causal tile for nothing, or be as many as
+    those of two, of 128: then what they have more are rows that are none."""
+    return (causal and queries <= _SHORT) or -(-queries // 128) == -(-queries // 192)
 
 
 @functools.cache
@@ -182,7 +188,7 @@ class _Plan:
         query, key, value, _ = (_by_head(layout, shape) for shape, _ in axes)
         batch, heads, s_q, width = query
         heads_k, s_k, v_width = key[1], key[2], value[3]
-        config = config or config_for(width, v_width, spec.right >= 0 and s_q <= _SHORT)
+        config = config or config_for(width, v_width, _short(s_q, spec.right >= 0))
         group = heads // heads_k
         blocks = -(-s_q // (config.rows * config.warpgroups))
         offset = 0 if spec.top_left else s_k - s_q

@@ -8,10 +8,11 @@ from torch import Tensor
 from polyattn.semantics.kv_quant import MLA_BYTES
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import on_hopper
+from polyattn_triton.kernels.cached import scaled_parts
 from polyattn_triton.kernels.room import TOO_LARGE, too_large
 from polyattn_triton.records.tuned import LATENT
 
-__all__ = ["REGISTERS", "attend", "attend_listed", "listed_parts", "takes", "takes_listed"]
+__all__ = ["REGISTERS", "attend", "attend_listed", "likely", "listed_parts", "takes", "takes_listed"]
 
 _WIDTHS, _BLOCK = (512, 64), 64
 REGISTERS = 216
@@ -19,24 +20,50 @@ REGISTERS = 216
 LISTED_REGISTERS = 208
 """Of lists, whose producer has to know where rows are."""
 FP8_REGISTERS = 200
-"""Of lists of FP8 rows, whose producer converts them."""
+"""Of FP8 rows, which the producer converts."""
+
+
+def likely(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], page_size: int, stored: str) -> bool:
+    """Whether `takes` may say so of tiles of 64 rows over such a cache, as its rows lie dense. `stored`: as
+    `kernels.latent.stored_as`."""
+    return (
+        on_hopper(device)
+        and dtype in (torch.bfloat16, torch.float16)
+        and widths == _WIDTHS
+        and (
+            stored in ("fp8_e4m3", "block128")
+            # Pages of at least 16 rows that fit into blocks, or blocks into them.
+            or (not stored and (page_size % _BLOCK == 0 or (_BLOCK % page_size == 0 and page_size >= 16)))
+        )
+    )
 
 
 def takes(query: Tensor, cache: Tensor, out: Tensor, rows: int, keys: int) -> bool:
-    """Whether the kernel computes such tiles: plain causal or full attention over bfloat16 or float16 rows of 512 + 64,
-    `rows` and `keys` being those of a tile and of a block. False under the interpreter and off Hopper.
+    """Whether the kernel computes such tiles: plain causal or full attention over rows of 512 + 64, bfloat16 or float16
+    as the queries, or FP8 (e4m3) with or without scales; `rows` and `keys` being those of a tile and of a block. False
+    under the interpreter and off Hopper.
 
     Args:
-        query: [T_q, H_q, D_c + D_r]; cache: [pages, page_size, D_c + D_r]; out: [T_q, H_q, D_c].
+        query: [T_q, H_q, D_c + D_r]; cache: [pages, page_size, D_c + D_r], or uint8 [pages, page_size, 656]; out:
+            [T_q, H_q, D_c].
     """
-    size = cache.shape[1]
+    widths = (out.shape[2], query.shape[2] - out.shape[2])
+    stored = "block128" if _with_scales(cache) else "fp8_e4m3" if cache.dtype == torch.float8_e4m3fn else ""
     return (
         (rows, keys) == (_BLOCK, _BLOCK)
-        and query.dtype is cache.dtype
-        # Pages of at least 16 rows that fit into blocks, or blocks into them.
-        and (size % _BLOCK == 0 or (_BLOCK % size == 0 and size >= 16))
+        and (_even(cache) if stored else query.dtype is cache.dtype)
+        and likely(query.device, query.dtype, widths, cache.shape[1], stored)
         and _aligned(query, cache, out)
     )
+
+
+def _with_scales(cache: Tensor) -> bool:
+    return cache.dtype == torch.uint8 and cache.shape[2] == MLA_BYTES
+
+
+def _even(cache: Tensor) -> bool:
+    """Whether a row is found by its number, which fits in 32 bits."""
+    return cache.stride(0) == cache.shape[1] * cache.stride(1) and cache.shape[0] * cache.shape[1] < 2**31
 
 
 def _aligned(query: Tensor, cache: Tensor, out: Tensor) -> bool:
@@ -58,15 +85,23 @@ def attend(
     query: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, shares: Tensor,
     out: Tensor, lse: Tensor | None, pieces: tuple[Tensor, Tensor], tiles: int, parts: int, scale: float, causal: bool,
 ) -> None:  # fmt: skip
-    """The shares of `kernels.latent.plan`, in one launch. Arguments as there; `scale` has log2(e) in it."""
+    """The shares of `kernels.latent.plan`, in one launch. Arguments as there, `cache` as `takes`; `scale` has log2(e)
+    in it."""
     from polyattn_triton.hopper.latent_kernel import attend as kernel
 
+    fp8 = query.dtype is not cache.dtype
+    rows, scales, rope = cache, None, None
+    if _with_scales(cache):
+        rows, scales, rope = scaled_parts(cache, _WIDTHS[0])
+    if fp8:
+        # FP8 numbers are loaded by fours.
+        rows = rows.view(torch.int32)
     try:
         kernel[(parts * tiles,)](
-            query, cache, None, None, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces, None, None,
-            tiles, query.stride(0), query.stride(1), cache.stride(0), page_table.stride(0), out.stride(0),
-            out.stride(1), scale, *(0,) * 7, HEADS=query.shape[1], ROW=cache.stride(1), PAGE=cache.shape[1],
-            CAUSAL=causal, REGISTERS=REGISTERS, num_warps=4,
+            query, rows, scales, rope, page_table, seq_lens, cu_seqlens_q, shares, out, lse, *pieces, None, None,
+            tiles, query.stride(0), query.stride(1), rows.stride(0), page_table.stride(0), out.stride(0),
+            out.stride(1), scale, *(0,) * 7, HEADS=query.shape[1], ROW=rows.stride(1), PAGE=rows.shape[1],
+            CAUSAL=causal, REGISTERS=FP8_REGISTERS if fp8 else REGISTERS, num_warps=4,
         )  # fmt: skip
     except TOO_LARGE as error:
         asked = (str(query.dtype).removeprefix("torch."), *_WIDTHS, _BLOCK, False)
@@ -79,10 +114,7 @@ def takes_listed(query: Tensor, cache: Tensor, out: Tensor) -> bool:
     Args:
         query, out: as `takes`. cache: as there, or uint8 [pages, page_size, 656].
     """
-    fp8 = cache.dtype == torch.uint8 and cache.shape[2] == MLA_BYTES
-    # A row is found by its number, which fits in 32 bits.
-    even = cache.stride(0) == cache.shape[1] * cache.stride(1) and cache.shape[0] * cache.shape[1] < 2**31
-    return (fp8 or query.dtype is cache.dtype) and even and _aligned(query, cache, out)
+    return (_with_scales(cache) or query.dtype is cache.dtype) and _even(cache) and _aligned(query, cache, out)
 
 
 def listed_parts(device: torch.device, tokens: int, heads: int, topk: int) -> int:

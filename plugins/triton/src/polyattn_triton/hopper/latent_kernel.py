@@ -17,8 +17,8 @@ The producer copies with cp.async, since pages may be small, and since rows past
 a number would go through a weight of 0.
 
 Of FP8 rows the producer makes numbers of 16 bits, in registers: consumers see the same blocks. A row's 512 numbers go
-by in groups of 128, which share a scale. What goes into a half is loaded while its buffer is waited for, out of the
-second-level cache: that was asked for all of a pair's rows a pair ahead.
+by in groups of 128, which share a scale where there are scales. What goes into a half is loaded while its buffer is
+waited for, out of the second-level cache: that was asked for all of a pair's rows a pair ahead.
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ _ROPE = gl.constexpr(
     )
 )
 """The same of rope columns, whose rows each thread has in `_RAW` as well."""
+_RAW_ROPE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [4, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [8, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+)
+"""The same of rope columns in FP8, in words of four."""
 _FETCHED = gl.constexpr(
     gl.DistributedLinearLayout([], [[1, 0], [2, 0], [4, 0], [8, 0], [0, 1]], [[16, 0], [32, 0]], [], [64, 2])
 )
@@ -133,9 +139,12 @@ def _listed_segment(item, lists, tile, HEADS: gl.constexpr):
 
 @gluon.jit
 def _places_of(lists, token, key, end, LAYOUT: gl.constexpr):
-    """What a block of a list says, -1 past its end."""
+    """What a block of a list says, of a sequence its keys; -1 past its end."""
     n = key + gl.arange(0, _N, LAYOUT)
-    return gl.load(lists[0] + token.to(gl.int64) * lists[6] + n, mask=n < end, other=-1)
+    if lists[0] is None:
+        return gl.where(n < end, n, -1)
+    else:
+        return gl.load(lists[0] + token.to(gl.int64) * lists[6] + n, mask=n < end, other=-1)
 
 
 @gluon.jit
@@ -230,8 +239,8 @@ def _fetch(rows, words, ROW: gl.constexpr):
 
 @gluon.jit
 def _load_half(rows, cache, TURN: gl.constexpr, ROW: gl.constexpr):
-    """The half TURN of FP8 rows, in the order in which halves of two pairs come free, in groups: words [64, 32] and
-    scales [64], zeros for row -1."""
+    """The half TURN of FP8 rows, in the order in which halves of two pairs come free, in groups: words [64, 32] and, if
+    there are some, scales [64]; zeros for row -1."""
     words, scales, _rope = cache
     row = gl.convert_layout(rows[TURN // 2], gl.SliceLayout(1, _RAW))
     some = row >= 0
@@ -243,20 +252,27 @@ def _load_half(rows, cache, TURN: gl.constexpr, ROW: gl.constexpr):
         numbers = gl.load(
             words + (at[:, None] + (number * (_GROUP // 4) + column)[None, :]), mask=some[:, None], other=0
         )
-        groups = groups + ((numbers, gl.load(scales + (at + number), mask=some, other=0.0)),)  # noqa: RUF005
+        if scales is None:
+            groups = groups + (numbers,)  # noqa: RUF005
+        else:
+            groups = groups + ((numbers, gl.load(scales + (at + number), mask=some, other=0.0)),)  # noqa: RUF005
     return groups
 
 
 @gluon.jit
 def _numbers(words, factor, zero, dtype: gl.constexpr):
-    """The numbers of a group [64, 128]: FP8 in words [64, 32], times their scales [64]. `zero`: a hidden one."""
+    """The numbers of a group [64, 128], or of fewer columns: FP8 in words of four, times their scales [64], where there
+    are some. `zero`: a hidden one."""
     # Two bytes of a word are converted together. The compiler would take the upper two apart first.
     upper = words >> (16 + zero)
     even = gl.join(words.to(gl.uint8), upper.to(gl.uint8))
     odd = gl.join((words >> 8).to(gl.uint8), (upper >> 8).to(gl.uint8))
-    raw = gl.join(even, odd).reshape([_N, _GROUP]).to(gl.float8e4nv, bitcast=True)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, raw.type.layout), assert_trivial=True)
-    return (raw.to(gl.float32) * factor[:, None]).to(dtype)
+    raw = gl.join(even, odd).reshape([_N, 4 * words.shape[1]]).to(gl.float8e4nv, bitcast=True)
+    if factor is None:
+        return raw.to(gl.float32).to(dtype)
+    else:
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, raw.type.layout), assert_trivial=True)
+        return (raw.to(gl.float32) * factor[:, None]).to(dtype)
 
 
 @gluon.jit
@@ -269,27 +285,39 @@ def _convert_half(given, rows, groups, phase, TURN: gl.constexpr, ROW: gl.conste
     BLOCK: gl.constexpr = TURN // 2
     SIDE: gl.constexpr = (TURN + 1) // 2 % 2
     HALF: gl.constexpr = 2 * BLOCK + SIDE
-    rope = cache[2]
+    words, scales, rope = cache
+    # Copied as they are, or told of by one thread.
+    COPIED: gl.constexpr = rope is not None and rope.dtype.element_ty == gs.dtype
     if SIDE != BLOCK:
-        row = gl.convert_layout(rows[BLOCK], gl.SliceLayout(1, _ROPE))
-        at = row.to(gl.int64)[:, None] * (2 * ROW) + gl.arange(0, _PIECE, gl.SliceLayout(0, _ROPE))[None, :]
-        some = (row >= 0)[:, None]
-        if rope.dtype.element_ty != gs.dtype:
-            turned = gl.load(rope + at, mask=some, other=0.0)
+        if rope is None:
+            row = gl.convert_layout(rows[BLOCK], gl.SliceLayout(1, _RAW_ROPE))
+            at = row.to(gl.int64)[:, None] * ROW + gl.arange(0, _PIECE // 4, gl.SliceLayout(0, _RAW_ROPE))[None, :]
+            turned = gl.load(words + (2 * _HALF // 4) + at, mask=(row >= 0)[:, None], other=0)
+        else:
+            row = gl.convert_layout(rows[BLOCK], gl.SliceLayout(1, _ROPE))
+            at = row.to(gl.int64)[:, None] * (2 * ROW) + gl.arange(0, _PIECE, gl.SliceLayout(0, _ROPE))[None, :]
+            some = (row >= 0)[:, None]
+            if not COPIED:
+                turned = gl.load(rope + at, mask=some, other=0.0)
     mbarrier.wait(free[HALF], phase)
     if SIDE != BLOCK:
-        if rope.dtype.element_ty == gs.dtype:
+        if COPIED:
             load_rows(rs.index(BLOCK), rope + at, mask=some)
             async_copy.mbarrier_arrive(rope_full[BLOCK], increment_count=False)
+        elif rope is None:
+            rs.index(BLOCK).store(_numbers(turned, None, _hidden_zero(phase), gs.dtype))
         else:
             rs.index(BLOCK).store(turned.to(gs.dtype))
     zero = _hidden_zero(phase)
     for group in gl.static_range(2):
-        gs.index(2 * HALF + group).store(_numbers(groups[group][0], groups[group][1], zero, gs.dtype))
+        if scales is None:
+            gs.index(2 * HALF + group).store(_numbers(groups[group], None, zero, gs.dtype))
+        else:
+            gs.index(2 * HALF + group).store(_numbers(groups[group][0], groups[group][1], zero, gs.dtype))
     # Nothing that was loaded is on its way here: the fence would wait for it.
     fence_async_shared()
     mbarrier.arrive(full[HALF], count=1)
-    if SIDE != BLOCK and rope.dtype.element_ty != gs.dtype:
+    if SIDE != BLOCK and not COPIED:
         mbarrier.arrive(rope_full[BLOCK], count=1)
     return _load_half(rows, cache, TURN + 1, ROW)
 
@@ -320,7 +348,7 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
     ) = given  # fmt: skip
     full, rope_full, free, q_full, q_free = barriers
     LAYOUT: gl.constexpr = _COPIED
-    FP8: gl.constexpr = cache[1] is not None
+    FP8: gl.constexpr = cache[0].dtype.element_ty == gl.int32
     KEYS: gl.constexpr = gl.SliceLayout(1, _FETCHED if FP8 else LAYOUT)
     tile, _part, item, last, n, before = _share(shares, lists, tiles)
     step = 0
@@ -332,11 +360,13 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
             found = _listed_segment(item, lists, tile, HEADS)
         start, tokens, _s_k, begin, end, pairs, after, _whole, blocks, here = found
         if here:
-            if lists[0] is not None:
+            if lists[0] is not None or FP8:
                 # Meanwhile consumers have the query before.
-                sequence = start
-                if lists[1] is not None:
-                    sequence = gl.load(lists[1] + start)
+                sequence = n
+                if lists[0] is not None:
+                    sequence = start
+                    if lists[1] is not None:
+                        sequence = gl.load(lists[1] + start)
                 table = page_table + sequence * table_row.to(gl.int64)
                 rows_0 = _rows_of(table, _places_of(lists, start, begin, end, KEYS), PAGE)
                 rows_1 = _rows_of(table, _places_of(lists, start, begin + _N, end, KEYS), PAGE)
@@ -354,7 +384,7 @@ def _produce(given, HEADS: gl.constexpr, ROW: gl.constexpr, PAGE: gl.constexpr, 
                 load_rows(qs.index(c), query + at + c * _PIECE, mask=(token < tokens)[:, None])
             async_copy.mbarrier_arrive(q_full, increment_count=False)
             segment += 1
-            if lists[0] is None:
+            if lists[0] is None and not FP8:
                 table = page_table + n * table_row.to(gl.int64)
                 page_0 = _pages_of(table, begin, end, PAGE)
                 page_1 = _pages_of(table, begin + _N, end, PAGE)
@@ -617,8 +647,9 @@ def attend(
 ):  # fmt: skip
     """As `_attend` of kernels/latent.py where STREAMED, for rows of 512 + 64 numbers of 16 bits. `scale` is above 0.
 
-    With `listed`, as `_attend` of kernels/listed.py: a token's list is cut into `parts` pieces of `each` tokens. With
-    `scales` and `rope`, as there, rows are of FP8, and `cache` has words of four numbers; ROW counts these.
+    With `listed`, as `_attend` of kernels/listed.py: a token's list is cut into `parts` pieces of `each` tokens. Of FP8
+    `cache` has words of four numbers, ROW counts these, and pages lie side by side. With `scales` and `rope` it is rows
+    of 656 bytes, without of 576, rope numbers too.
     """
     lists = (listed, sequence_of, topk, tokens, parts, each, listed_row)
     dtype: gl.constexpr = query.dtype.element_ty
@@ -632,12 +663,13 @@ def attend(
     rs = gl.allocate_shared_memory(dtype, [2, _N, _PIECE], TILE)
     maxima = gl.allocate_shared_memory(gl.float32, [2, _M], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [2, _M], FLAT)
-    if scales is None:
-        full = _barriers(4 * _PIECES, _PRODUCERS)
-    else:
+    FP8: gl.constexpr = cache.dtype.element_ty == gl.int32
+    if FP8:
         # Halves that were converted, told of by one thread.
         full = _barriers(4, 1)
-    if scales is None or rope.dtype.element_ty == dtype:
+    else:
+        full = _barriers(4 * _PIECES, _PRODUCERS)
+    if not FP8 or (rope is not None and rope.dtype.element_ty == dtype):
         rope_full = _barriers(2, _PRODUCERS)
     else:
         rope_full = _barriers(2, 1)

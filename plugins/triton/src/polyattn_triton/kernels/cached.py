@@ -18,17 +18,21 @@ from polyattn_triton.kernels.rounding import cast, e2m1_codes, e4m3_value, fp8_c
 
 __all__ = [
     "INTERPRETED",
+    "LATENT_GROUP",
     "as_stored",
     "block_scales",
     "fp4_numbers",
     "least",
     "numbers",
     "restored",
+    "scaled_parts",
     "scales_at",
     "spread",
 ]
 
 INTERPRETED = runtime.INTERPRETED
+LATENT_GROUP = 128
+"""Numbers of an FP8 latent row that share a scale."""
 
 
 def as_stored(cache: torch.Tensor, kv_dtype: str) -> torch.Tensor:
@@ -36,6 +40,17 @@ def as_stored(cache: torch.Tensor, kv_dtype: str) -> torch.Tensor:
     if kv_dtype == "fp8_e5m2" or (kv_dtype == "fp8_e4m3" and not native_fp8(cache.device)):
         return cache.view(torch.uint8)
     return cache
+
+
+def scaled_parts(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The numbers (bytes), scales (float32) and rope numbers (bfloat16) of latent rows with FP8 numbers and a scale for
+    each `LATENT_GROUP` of them.
+
+    Args:
+        cache: uint8, with `width` numbers at the beginning of a row.
+    """
+    end = width + 4 * (width // LATENT_GROUP)
+    return cache[..., :width], cache[..., width:end].view(torch.float32), cache[..., end:].view(torch.bfloat16)
 
 
 def least(bits: int) -> int:

@@ -17,7 +17,6 @@ meet no leftovers; what a row sees is decided on its logits.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -236,7 +235,8 @@ def _combine(
     lse_head, v_factor, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
     E: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of items [first, first + parts), AT_ONCE of them at a time, and write the rows."""
+    """Merge the partial results of items [first, first + parts), one after the other, and write the rows. AT_ONCE of
+    them are loaded together."""
     column, columns = tl.program_id(0), tl.num_programs(0)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK_E)
@@ -246,21 +246,21 @@ def _combine(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_E), tl.float32)
     for part in tl.range(0, parts, AT_ONCE, num_stages=1):
-        number = part + tl.arange(0, AT_ONCE)
-        cells = ((first + number) * columns + column).to(tl.int64) * M
-        cells = cells[:, None] + r[None, :]
-        there = (number < parts)[:, None] & valid[None, :]
-        # From the L2: other processors wrote them.
-        weight = tl.load(lses + cells, mask=there, other=float("-inf"), cache_modifier=".cg")
-        kept = there[:, :, None] & (c < E)[None, None, :]
-        partial = tl.load(outs + cells[:, :, None] * E + c[None, None, :], mask=kept, other=0.0, cache_modifier=".cg")
-        highest = tl.maximum(top, tl.max(weight, 0))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(weight - base[None, :])
-        factor = tl.exp2(tl.where(top == float("-inf"), base, top) - base)
-        acc = acc * factor[:, None] + tl.sum(partial * weight[:, :, None], 0)
-        total = total * factor + tl.sum(weight, 0)
-        top = highest
+        for further in tl.static_range(AT_ONCE):
+            number = part + further
+            cells = ((first + number) * columns + column).to(tl.int64) * M + r
+            there = valid & (number < parts)
+            # From the L2: other processors wrote them.
+            weight = tl.load(lses + cells, mask=there, other=float("-inf"), cache_modifier=".cg")
+            kept = there[:, None] & (c < E)[None, :]
+            partial = tl.load(outs + cells[:, None] * E + c[None, :], mask=kept, other=0.0, cache_modifier=".cg")
+            highest = tl.maximum(top, weight)
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            weight = tl.exp2(weight - base)
+            factor = tl.exp2(tl.where(top == float("-inf"), base, top) - base)
+            acc = acc * factor[:, None] + partial * weight[:, None]
+            total = total * factor + weight
+            top = highest
     _deliver(
         acc, top, total, valid, token, h, out, lse, sinks,
         out_token, out_head, lse_token, lse_head, v_factor, E, BLOCK_E,
@@ -526,8 +526,8 @@ def parts_for(programs: int, blocks: int, processors: int, resident: int, cells:
 
     The estimate counts tiles, one after the other on the busiest processor, and was fitted to an H200, where a tile
     takes 1 us at full bandwidth. A lone program reaches 70 % of that. Starting and draining cost 4 us, twice that
-    for programs which share a processor. Merging takes 1 us for 16 parts of 4 rows of 128, and much longer where
-    parts are wide: on an H100 15 parts of 16 such rows took 22 us, 4 of them 4.
+    for programs which share a processor. Leaving parts and merging them costs 1.5 us, and 2.4 more for 16 parts of 16
+    rows of 128.
 
     Args:
         programs: of the batch, were nothing split. blocks: tiles of the longest sequence. cells: numbers of a part.
@@ -541,9 +541,9 @@ def parts_for(programs: int, blocks: int, processors: int, resident: int, cells:
         deep = -(-rest // processors)
         longest = -(-blocks // parts) + 0.5  # what a program does beside its tiles
         tiles = (waves * resident + (1.4 if deep == 1 else deep)) * longest
-        return tiles + (4 if not waves and deep == 1 else 8) + (math.ceil(parts * merging) if parts > 1 else 0)
+        return tiles + (4 if not waves and deep == 1 else 8) + (1.5 + parts * merging if parts > 1 else 0)
 
-    merging = max(cells / 8192, (cells / 1760) ** 2)
+    merging = 0.15 * max(cells / 2048, 0.5)
 
     best = min(range(1, min(blocks, max(2 * processors // max(programs, 1), 8)) + 1), key=estimate, default=1)
     # No more than the longest part asks for.
@@ -725,14 +725,14 @@ def _fixed(
     (D, E), group = dims, heads[0] // heads[1]
     block_d, block_e = max(power_of_2(D), _LEAST), max(power_of_2(E), _LEAST)
     rows = config.M if fixed_rows else min(config.M, power_of_2(max_seqlen_q * group))
-    # In registers, of which two small programs on a processor leave enough for twice as many.
-    merged = (4096 if config.resident <= 2 and rows <= 8 else 2048) * config.warps
+    # Numbers that all threads load together.
+    merged = 2048 * config.warps
     return (max(left, 0), max(right, 0), chunk, *rules.scales(scale, softcap)), {
         "GROUP": group, "TILES": columns // heads[1], "PAGE": page_size, "KIND": kind, "SCALES": kv_scales,
         "NATIVE": native(device, kind), "D": D, "BLOCK_D": block_d, "E": E, "BLOCK_E": block_e, "LEFT": left >= 0,
         "RIGHT": right >= 0, "CHUNK": chunk > 0, "SOFTCAP": softcap != 0, "MASK": MASKS[masked],
         "TREE": tree and masked > 0, "PAIRS": kind in IN_PAIRS,
         "PREFETCH": nvidia(device) and page_size & (page_size - 1) == 0, "M": config.M, "N": config.N, "ROWS": rows,
-        "AT_ONCE": min(max(merged // (rows * block_e), 1), 32), "STAGES": config.stages, "num_warps": config.warps,
+        "AT_ONCE": min(max(merged // (rows * block_e), 1), 8), "STAGES": config.stages, "num_warps": config.warps,
         "num_stages": config.stages,
     }  # fmt: skip

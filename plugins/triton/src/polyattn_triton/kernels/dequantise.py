@@ -22,7 +22,7 @@ from polyattn_triton import runtime  # first: it decides how Triton is imported
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from .cached import as_stored, fp4_numbers, numbers
+from .cached import LATENT_GROUP, as_stored, fp4_numbers, numbers, scaled_parts
 from .rounding import cast
 from .write import latent_parts
 
@@ -34,7 +34,7 @@ _ELEMENTS = 8192
 rows are then of one page."""
 _LATENTS = tl.constexpr(MLA_WIDTHS[1])
 """Numbers of a row of 656 bytes that are stored in 8 bits."""
-_GROUP = tl.constexpr(128)
+_GROUP = tl.constexpr(LATENT_GROUP)
 """Of them share a scale."""
 
 
@@ -147,8 +147,7 @@ def dequantised(
     runtime.check_device(cache.device)
     rope = None
     if scales == "block128":
-        d_c, end = MLA_WIDTHS[1], MLA_WIDTHS[1] + 4 * MLA_WIDTHS[1] // _GROUP.value
-        scale, rope = cache[..., d_c:end].view(torch.float32), cache[..., end:].view(torch.bfloat16)
+        _, scale, rope = scaled_parts(cache, MLA_WIDTHS[1])
         cache = cache.view(torch.float8_e4m3fn)
     elif latent and scales:
         cache, scale = latent_parts(cache, scales)

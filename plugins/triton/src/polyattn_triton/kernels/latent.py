@@ -31,7 +31,7 @@ from torch import Tensor  # isort: skip
 from polyattn.contract import Key  # isort: skip
 from polyattn_triton.hopper import latent as hopper  # isort: skip
 from polyattn_triton.kernels.arguments import mask_arguments  # isort: skip
-from polyattn_triton.kernels.cached import as_stored, least, numbers  # isort: skip
+from polyattn_triton.kernels.cached import LATENT_GROUP, as_stored, least, numbers, scaled_parts  # isort: skip
 from polyattn_triton.kernels.choices import EPOCH, architecture, chosen  # isort: skip
 from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse, smaller  # isort: skip
 from polyattn_triton.kernels.rounding import cast  # isort: skip
@@ -59,10 +59,14 @@ CUTS = 16
 """Most pieces of a sequence where they depend on itself alone."""
 _WIDE = 64
 """Rows for each piece, up to which `_merge` has small programs."""
+_FEWEST, _MOST = 16, 64
+"""Rows of the smallest tiles, and of those that the Hopper kernel takes."""
+_BRIEF = {True: 2, False: 6}
+"""Blocks of keys of a program up to which a Hopper is to have the smallest tiles, whether the Hopper kernel would take
+larger ones or not: 7 sequences of 131 FP8 rows and 96 heads take 12 us on an H200, and by the Hopper kernel 16."""
 CUT_TOKENS = tl.constexpr(8)
 """Queries of a sequence that is cut at all in that way."""
-GROUP = tl.constexpr(128)
-"""Numbers of an FP8 row that share a scale."""
+GROUP = tl.constexpr(LATENT_GROUP)
 
 
 SLACK = tl.constexpr(40)
@@ -483,7 +487,7 @@ class Config(NamedTuple):
 
 # By architecture class and rows of a tile; for rows of at most 640 numbers of 16 bits. Fewer heads make small tiles.
 _TABLE: dict[str, tuple[Config, ...]] = {
-    "hopper": (Config(64, 64, 8, 2, least=2), Config(32, 64, 8, 2), Config(16, 64, 4, 2)),
+    "hopper": (Config(64, 64, 8, 2, least=2), Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
     "blackwell": (Config(64, 32, 8, 2), Config(32, 64, 8, 2), Config(16, 64, 4, 2)),
     "nvidia": (Config(32, 32, 8, 2), Config(16, 32, 4, 2)),
     "": (Config(32, 32, 4, 2), Config(16, 32, 4, 2)),
@@ -590,7 +594,7 @@ class Launch:
 def launch_for(
     device: torch.device, dtype: torch.dtype, heads: int, widths: tuple[int, int], sequences: int, max_seqlen_q: int,
     max_seqlen_k: int, batch_invariant: bool = False, config: Config | None = None, additive: bool = False,
-    stored: str = "",
+    stored: str = "", own: bool = False,
 ) -> Launch:  # fmt: skip
     """What `attend` launches, from what the host knows.
 
@@ -598,11 +602,20 @@ def launch_for(
         device, dtype, heads: of the queries. widths: (D_c, D_r). sequences: N.
         batch_invariant: nothing may depend on the rest of the batch.
         config: instead of the one in the table. additive: there is a mask that is added.
-        stored: `stored_as` of the cache.
+        stored: `stored_as` of the cache. own: the Hopper kernel takes tiles of 64 rows of such calls.
     """
     if config is None:
         rows = heads if batch_invariant else heads * max_seqlen_q
         config = config_for(device, dtype, widths, rows, additive, stored)
+        if _class(device) == "hopper" and not batch_invariant:
+            blocks = sequences * triton.cdiv(max_seqlen_k, config.keys)
+            shares = max(runtime.processors(device) // triton.cdiv(rows, _FEWEST), 1)
+            if triton.cdiv(blocks, shares) <= _BRIEF[own]:
+                config = config_for(device, dtype, widths, _FEWEST, additive, stored)
+            elif own and config.rows < _MOST and sequences < 4 * runtime.processors(device):
+                # Many of its rows may be none, and yet it reads the cache faster: 32 sequences of 16k keys and 16 heads
+                # take it 156 us, and tiles of 16 rows 230.
+                config = config_for(device, dtype, widths, _MOST, additive, stored)
     tiles = triton.cdiv(heads * max_seqlen_q, config.rows)
     if batch_invariant:
         tokens = min(max_seqlen_q, CUT_TOKENS.value)
@@ -747,10 +760,8 @@ def _launch(
     cache = cache if stored in ("", "block128") else as_stored(cache, stored)
     rows, factors, rope = cache[..., :d_c], cache, cache[..., d_c:]
     if stored == "block128":
-        bytes_of_scales = d_c // GROUP.value * 4
+        rows, factors, rope = scaled_parts(cache, d_c)
         rows = as_stored(rows.view(torch.float8_e4m3fn), "fp8_e4m3")
-        factors = rope[..., :bytes_of_scales].view(torch.float32)
-        rope = rope[..., bytes_of_scales:].view(torch.bfloat16)
     kind, attn_mask, mask_strides = mask_arguments(attn_mask)
     piece_out, piece_lse = (None, None) if pieces is None else pieces
     most = T * heads // config.rows + seq_lens.shape[0]

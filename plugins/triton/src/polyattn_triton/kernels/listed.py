@@ -18,7 +18,7 @@ import triton.language as tl  # isort: skip
 from torch import Tensor  # isort: skip
 
 from polyattn_triton.hopper import latent as hopper  # isort: skip
-from polyattn_triton.kernels.cached import as_stored, numbers  # isort: skip
+from polyattn_triton.kernels.cached import LATENT_GROUP, as_stored, numbers, scaled_parts  # isort: skip
 from polyattn_triton.kernels.merge import merge  # isort: skip
 from polyattn_triton.kernels.room import TOO_LARGE, smaller, too_large  # isort: skip
 from polyattn_triton.kernels.rounding import cast  # isort: skip
@@ -28,7 +28,7 @@ from polyattn_triton.kernels.rules import accumulate, dot, logits, natural_lse, 
 
 __all__ = ["attend", "parts_for"]
 
-GROUP = tl.constexpr(128)
+GROUP = tl.constexpr(LATENT_GROUP)
 """Numbers of an FP8 row that share a scale."""
 LEAST = 128
 """Listed tokens of a part, at least."""
@@ -154,10 +154,8 @@ def attend(
         sequence_of.clamp_(max=max(page_table.shape[0] - 1, 0))
     rows, factors, rope = cache[..., :d_c], cache, cache[..., d_c:]
     if cache.dtype == torch.uint8:
-        bytes_of_scales = d_c // GROUP.value * 4
+        rows, factors, rope = scaled_parts(cache, d_c)
         rows = as_stored(rows.view(torch.float8_e4m3fn), "fp8_e4m3")
-        factors = rope[..., :bytes_of_scales].view(torch.float32)
-        rope = rope[..., bytes_of_scales:].view(torch.bfloat16)
     if config is None and scale > 0 and hopper.takes_listed(query, cache, out):
         fp8 = (factors, rope) if cache.dtype == torch.uint8 else None
         _on_hopper(query, rows if fp8 else cache, fp8, token_indices, page_table, sequence_of, scale, out, lse)
