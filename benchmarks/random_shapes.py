@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +134,15 @@ def measured(row: Row, said: Mapping[str, str], clock: Clock, tried: int, rounds
     going = [one for one in entrants(asked, device) if said.get(one.name, "not checked") == ""]
     gone = {name: why for name, why in said.items() if why}
     timings: dict[str, Timing] = {}
-    host: dict[str, float] = {}
+    issued: dict[str, Callable[[], float]] = {}
     for one in going:
         try:
             timings[one.name], took = _timing(one, inputs, clock, recorded=row.recorded)
             if took is not None and one.selection is not None:
-                host[one.name] = took
+                issued[one.name] = took
         except Exception as exc:  # noqa: BLE001 - a library may raise anything
             gone[one.name] = f"failed: {type(exc).__name__}: {exc}"[:200]
+    host = {name: took() for name, took in issued.items()}
     first = {name: one.seconds for name, one in interleaved(timings, tried, settle=False).items()}
     near = [name for name in timings if first[name] <= _NEAR * min(first.values())]
     own = [one for one in going if one.selection is not None and one.name in first]
@@ -150,6 +151,8 @@ def measured(row: Row, said: Mapping[str, str], clock: Clock, tried: int, rounds
     chosen = {where: choices(asked, there, own, costs) for where, there in _machines().items()}
     kept |= {name for how in chosen.values() for name in how.values() if name in timings}
     again = interleaved({name: timings[name] for name in timings if name in kept}, rounds, settle=False)
+    # The least of what was timed at two times: the host is now and then taken away for longer than a call.
+    host |= {name: min(host[name], issued[name]()) for name in kept if name in host}
     us = {name: round(one.seconds * 1e6, 3) for name, one in again.items()}
     us |= {name: round(seconds * 1e6, 3) for name, seconds in first.items() if name not in us}
     work = row.work()
@@ -170,15 +173,18 @@ def measured(row: Row, said: Mapping[str, str], clock: Clock, tried: int, rounds
     }  # fmt: skip
 
 
-def _timing(one: Entry, inputs: Inputs, clock: Clock, *, recorded: bool) -> tuple[Timing, float | None]:
-    """What times it, and seconds until a call returns; None of calls that are replayed."""
+def _timing(one: Entry, inputs: Inputs, clock: Clock, *, recorded: bool) -> tuple[Timing, Callable[[], float] | None]:
+    """What times it, and what says how many seconds pass until a call returns; None of calls that are replayed."""
     call = one.what.prepare(inputs)
     calls = [functools.partial(call, number) for number in range(inputs.count)]
     if recorded:
         return clock.graph(calls)[0], None
     clock.issues(calls[:2])
-    host = min(clock.issues([calls[i % len(calls)] for i in range(_ISSUED)]).seconds for _ in range(2))
-    return functools.partial(clock.calls, calls), host
+
+    def issued() -> float:
+        return min(clock.issues([calls[i % len(calls)] for i in range(_ISSUED)]).seconds for _ in range(2))
+
+    return functools.partial(clock.calls, calls), issued
 
 
 @functools.lru_cache(maxsize=1)

@@ -73,6 +73,7 @@ def ranks(tmp_path: Path, how: str) -> list[str]:
     return [out.strip().splitlines()[-1] for out, _ in said]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("how", ["argument", "use_backend", "environment", "compiled", "packed", "second name differs"])
 def test_ranks_that_name_different_backends_raise(tmp_path, how):
     said = ranks(tmp_path, how)
@@ -83,6 +84,7 @@ def test_ranks_that_name_different_backends_raise(tmp_path, how):
     assert "or name one backend on all of them" in error
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("how", ["all ranks", "one after the other", "as the rule has it", "one rank checks itself"])
 def test_ranks_that_are_served_alike_are_left_alone(tmp_path, how):
     assert ranks(tmp_path, how) == ["served", "served"]

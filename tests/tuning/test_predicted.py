@@ -18,6 +18,7 @@ from polyattn.selection.tuned_policy import shipped_policy
 from polyattn.tuning import Place, backend_row, request_key, request_of, with_lengths
 from polyattn.tuning.known import shipped, shipped_rates, shipped_rows, shipped_samples
 from polyattn.tuning.predicted import Model, Rates, rates_of
+from polyattn.tuning.times import Measured
 
 H200, H100 = Place("NVIDIA H200", "sm90"), Place("NVIDIA H100 80GB HBM3", "sm90")
 SERVED = {"family": "paged", "layout": "THD", "page_size": 16, "platform": "cuda", "arch": "sm90"}
@@ -51,12 +52,12 @@ def chosen(request: AttentionRequest, place: Place = H100, policy: Policy | None
 
 
 def test_another_device_of_the_architecture_gets_a_prediction_with_its_figures():
-    said = chosen(with_lengths(ENCODER, 32, 512, 512))
+    said = chosen(with_lengths(ENCODER, 64, 512, 512))
     assert (said.backend, said.source) == ("triton", "cost model")
     assert said.why.startswith("predicted ")
     assert " against " in said.why
     assert re.search(
-        rf"at batch 32, S_q 512, S_k 512, from \d+ measurements on NVIDIA H200 and {H100.device}$", said.why
+        rf"at batch 64, S_q 512, S_k 512, from \d+ measurements on NVIDIA H200 and {H100.device}$", said.why
     )
 
 
@@ -144,6 +145,19 @@ def test_who_has_no_time_of_a_host_is_not_taken_for_one_without_a_host():
     assert next(iter(one.costs(recorded=True))) == "cudnn"
     bare = Model.of([row for row in rows if "host" not in row.value], shipped_rates(), H100.device, "sm90")
     assert bare.at(packed, request_key(packed), (2, 512, 512)).host == {}, "nobody's is known"
+
+
+def test_a_prediction_with_a_host_as_slow_as_the_device_costs_more_than_either():
+    """A kernel of 98 us whose host takes 95, each give or take a third, is slower than one of 100 with a host of 20."""
+    times, host = {"triton": 98.0, "fa": 100.0}, {"triton": 95.0, "fa": 20.0}
+    measured = Measured((2, 512, 512), times, "2026-11-29T00:00:00+00:00", host=host)
+    assert measured.costs(recorded=False) == {"triton": 98.0, "fa": 100.0}
+    guessed = dataclasses.replace(measured, predicted="from a test")
+    assert list(guessed.costs(recorded=False)) == ["fa", "triton"]
+    assert guessed.costs(recorded=False) == pytest.approx({"fa": 100.04, "triton": 114.79}, rel=1e-3)
+    assert guessed.costs(recorded=True) == {"triton": 98.0, "fa": 100.0}
+    slow = dataclasses.replace(guessed, host={"triton": 980.0, "fa": 20.0})
+    assert slow.costs(recorded=False)["triton"] == pytest.approx(980, rel=1e-3), "the slower of both, where they differ"
 
 
 def test_the_host_of_one_kernel_is_not_that_of_another():
