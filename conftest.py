@@ -1,8 +1,12 @@
 """What every test of this repository shares is what a plugin's own tests use: the options and fixtures of the kit."""
 
 import contextlib
+import gc
 import os
+import random
+from collections import defaultdict
 
+import pytest
 import torch
 
 
@@ -30,3 +34,35 @@ with contextlib.suppress(ImportError):
     settings.load_profile("any machine")
 
 pytest_plugins = ["polyattn.testing.plugin"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "slow(keep=0): the cases of this test are slow or very many; without --polyattn-full `keep` of them run, "
+        "the same ones each time",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `--polyattn-full` runs: of each test that is marked slow all cases but `keep`."""
+    if config.getoption("--polyattn-full"):
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("slow")) is not None:
+            cases[item.nodeid.partition("[")[0], marker.kwargs.get("keep", 0)].append(item)
+    left_out: set[pytest.Item] = set()
+    for (test, keep), found in cases.items():
+        # Drawn, not every nth: what alternates in a list of parameters would be left out as one.
+        kept = random.Random(test).sample(found, min(keep, len(found)))
+        left_out.update(set(found) - set(kept))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking again and again over what was made until now, which stays."""
+    gc.collect()
+    gc.freeze()

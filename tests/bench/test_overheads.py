@@ -75,6 +75,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_program_is_traced_tuned_and_compared(script, monkeypatch, tmp_path, capsys):
     module = script("tuned_programs")
     program, path = tmp_path / "program.py", tmp_path / "tuned.json"
@@ -90,6 +91,7 @@ def test_a_program_is_traced_tuned_and_compared(script, monkeypatch, tmp_path, c
     assert module.markdown(result) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_program_that_says_no_time_is_not_compared(script, tmp_path):
     module = script("tuned_programs")
     program = tmp_path / "program.py"

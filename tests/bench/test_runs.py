@@ -207,6 +207,7 @@ def test_a_killed_run_goes_on(asked, tmp_path):
     assert again["command"].count("polyattn bench") == 2
 
 
+@pytest.mark.slow
 def test_rows_are_measured_once_more_where_that_is_asked_for(asked, done, tmp_path):
     out = tmp_path / "result.json"
     results.save({**done, "parts": [{"rows": 3, "anchors": {}}]}, out)
@@ -462,6 +463,7 @@ NOBODY = dataclasses.replace(SPARSE, dtype="fp8_e4m3")
 FEW = Row(family="f", kind="dense", heads=2, kv_heads=2, head_dim=32, batch=1, q_len=8)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "row, patterns, note",
     [
@@ -516,6 +518,7 @@ ROOMY = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("error, note", ROOMY.values(), ids=ROOMY.keys())
 @pytest.mark.parametrize("tune", [False, True])
 def test_inputs_that_do_not_fit_end_their_row_only(asked, monkeypatch, error, note, tune):
@@ -720,6 +723,7 @@ def test_peers_are_what_a_result_names(asked):
     assert all(isinstance(peer, Peer) for peer in plan.peers.values())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("word", ["auto", "always", "never"])
 def test_whom_the_tuner_tries_in_a_process_of_its_own(asked, monkeypatch, word):
     asked = dataclasses.replace(asked, tune=True, rows=("step",), isolate=word)
@@ -731,6 +735,7 @@ def test_whom_the_tuner_tries_in_a_process_of_its_own(asked, monkeypatch, word):
     assert ("--isolate" in asked.words()) == (word != "auto")
 
 
+@pytest.mark.slow
 def test_a_row_is_tuned_before_it_is_measured_where_that_is_asked_for(asked, configured, monkeypatch):
     plan, _, result = begun(dataclasses.replace(asked, tune=True, rows=("step",), peers=(), candidates=("*",)))
     list(run(plan, result, lambda row: None))

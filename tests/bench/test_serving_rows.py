@@ -22,6 +22,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", ["backward", "dsa", "dual_chunk", "quantised_caches"])
 def test_small(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, capsys: Any) -> None:
     module, path = load(name), tmp_path / "result.json"

@@ -37,6 +37,7 @@ def program(code: str, *words: str, shell: str = "") -> subprocess.CompletedProc
     return subprocess.run(line, capture_output=True, text=True, check=False, env={**os.environ, "POLYATTN_CONFIG": ""})
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -97,6 +98,7 @@ except polyattn.BackendUnavailableError as error:
     assert said.stdout.startswith(f"polyattn.{name} needs torch, which is not installed here: pip install"), said.stderr
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("words", [("list",), ("list", "--json"), ("explain", "--json"), ("--help",)])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_disk_is_no_traceback(words: tuple[str, ...]) -> None:
@@ -107,6 +109,7 @@ def test_a_full_disk_is_no_traceback(words: tuple[str, ...]) -> None:
     assert "Exception ignored" not in said.stderr
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX closes it")
 @pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ def test_a_closed_stream_is_no_traceback(words: tuple[str, ...], code: int, shel
     assert (said.returncode, "Traceback" in said.stderr) == (code, False)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
 @pytest.mark.parametrize(
     "words", [("list", "--json"), ("explain", "--phase", "x", "--json"), ("explain", "--phase", "x")]

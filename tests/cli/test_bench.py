@@ -207,6 +207,7 @@ def test_what_could_not_be_kept_is_not_tuned(
     assert found[0].err == found[1].err, "in the words of polyattn tune"
 
 
+@pytest.mark.slow
 def test_what_is_tuned_is_kept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYATTN_TUNING_STORE", str(tmp_path / "store.sqlite3"))
     tuning.reload()

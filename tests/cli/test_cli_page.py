@@ -84,6 +84,7 @@ def test_the_answer_on_the_page_is_the_answer(run: Run) -> None:
     assert set(re.findall(r"`(\w+)`", named[1])) == set(data)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("command", ["doctor", "config check", "list", "matrix"])
 def test_the_keys_on_the_page_are_the_keys(run: Run, command: str) -> None:
     words = set(re.findall(r"`(\w+)`", section(f"polyattn {command}")))

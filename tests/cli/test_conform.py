@@ -178,6 +178,7 @@ def test_a_quick_run_writes_when_it_is_asked_to(run: Run, acme: Path) -> None:
     assert json.loads(evidence(acme).read_text())["command"] == "polyattn conform acme --quick --device cpu"
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("more", [("--no-evidence",), ("--dtypes", "float32"), ("--families", "dense")])
 def test_part_of_a_backend_is_no_evidence(run: Run, acme: Path, more: tuple[str, ...]) -> None:
     said = run("conform", "acme", *more, "--json")
@@ -418,6 +419,7 @@ def test_evidence_follows_its_code(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
+@pytest.mark.slow
 def test_planted_bugs_are_listed_with_what_caught_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: BUGS[name] for name in ("zeros", "log2_lse")}
     monkeypatch.setattr(catching, "BUGS", few)

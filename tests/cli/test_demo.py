@@ -48,6 +48,7 @@ def step(shown: Any, module: types.ModuleType) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_everything_passes_quietly(shown: Any) -> None:
     assert (shown.code, shown.err) == (0, "")
     assert shown.data["verdict"] == "pass"
@@ -109,6 +110,7 @@ def test_every_runnable_backend_was_checked(shown: Any) -> None:
     assert all(errors["float32"] < found["allowed"]["float32"] for errors in found["worst"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="not run: the Triton package is not installed")
 def test_triton_is_checked_too_where_it_is_interpreted() -> None:
     result = whole(TRITON_INTERPRET="1")

@@ -51,6 +51,7 @@ ANSWERS = [
 ]
 
 
+@pytest.mark.slow(keep=17)
 @pytest.mark.parametrize(("words", "backend", "lowerings", "planned"), ANSWERS, ids=[a[0] for a in ANSWERS])
 def test_answers(run: Run, words: str, backend: str, lowerings: list[str], planned: bool) -> None:
     shown = run("explain", *shlex.split(words), "--json")

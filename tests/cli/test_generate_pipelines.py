@@ -96,6 +96,7 @@ def rows(done: Result, component: str) -> list[tuple[Any, ...]]:
 # --------------------------------------------------------------------------------------------------- what comes out
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])
 def test_frames_are_those_of_the_pipeline(draw: Any, folder: Any, tmp_path: Path, name: str) -> None:
     out = tmp_path / "frames"
@@ -266,6 +267,7 @@ def test_an_override_that_no_step_reaches_is_an_error(draw: Any, tmp_path: Path)
 # ------------------------------------------------------------------------------------------------------- the dry run
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", list(SIZES))
 def test_a_dry_run_says_what_the_run_says(draw: Any, tmp_path: Path, name: str) -> None:
     config = {"transformer": {"steps": {"0": "reference"}, "layers": {"0": "torch_native"}}}
@@ -521,6 +523,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_sglang_parse(run: Run, folder: Any, command: str, tmp_path: Path) -> None:
     path = folder("wan")
@@ -542,6 +545,7 @@ def test_it_works_without_diffusers_for_causal_lms() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("degree", ["ulysses", "ring"])
 def test_two_processes_make_the_frames_of_one(draw: Any, folder: Any, tmp_path: Path, degree: str) -> None:

@@ -187,6 +187,7 @@ def test_the_page_names_the_commands_that_import_torch() -> None:
     assert heavy == commands - {words[0] for words in LIGHT}
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("words", [*LIGHT, ("demo", "--help")], ids=" ".join)
 def test_no_other_command_imports_torch(words: tuple[str, ...], tmp_path: Path) -> None:
     code = f"""

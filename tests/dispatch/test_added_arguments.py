@@ -92,6 +92,7 @@ def test_heads_first_by_a_layer_and_a_bound_call(case: dict[str, Any]) -> None:
             same(run, qkv(case), case)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_one_graph(case: dict[str, Any]) -> None:
     torch._dynamo.reset()

@@ -112,6 +112,7 @@ TAKEN = [
 ]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("name", "argument", "usual", "others"), TAKEN)
 @pytest.mark.filterwarnings("ignore:polyattn.*the slow reference:RuntimeWarning")
 def test_what_is_taken_does_not_depend_on_what_was_called_before(name, argument, usual, others):

@@ -52,6 +52,7 @@ def test_dynamic_true_keeps_heads_and_options_constant():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(
     "options",
     [
@@ -178,6 +179,7 @@ def test_two_threads_with_two_backends_at_once(opaque):
     assert opaque.calls == before + 200
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_a_compiled_call_follows_its_task(opaque, kind):
     """Another task runs between the beginning of a block and the call in it, and threads inherit the block."""
@@ -344,6 +346,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED)
 def test_a_compiled_call_raises_polyattns_own_errors(call, error, message):
     counter = CompileCounter()
@@ -408,6 +411,7 @@ def test_an_error_that_a_trace_remembers_holds_no_tensors_and_keeps_its_cause():
     assert error.__traceback__ is None
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("s_q", "s_k"), [(0, 4), (4, 0), (0, 0)])
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"causal": "top_left", "return_lse": True}])
 def test_sizes_of_zero_are_part_of_a_traced_request(s_q, s_k, options):
@@ -553,6 +557,7 @@ def distributed(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_call_refuses_dtensors_as_eager_calls_do(distributed, fullgraph):
     q, cu = torch.randn(1, 5, 4, 16), torch.tensor([0, 5], dtype=torch.int32)

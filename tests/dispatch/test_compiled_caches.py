@@ -153,6 +153,7 @@ def same_bits(found: Any, right: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_a_call_over_a_cache_is_one_graph_of_the_same_bits(case: str, return_lse: bool) -> None:
@@ -185,6 +186,7 @@ def saving(keys: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Any]:
     return paged(keys, new, **rows(sum(new)), save_kv_cache=True)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("make", [paged, saving, latent])
 def test_no_lengths_compile_anything_again(make: Any) -> None:
     """Neither contents, nor counts of sequences, queries and pages, nor the longest lengths."""
@@ -253,6 +255,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AttentionRequest, Any, 
     return found
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("case", CASES)
 def test_a_graph_asks_for_what_the_eager_call_asks_for(case: str, asked: list[Any]) -> None:
     given = CASES[case]()
@@ -336,6 +339,7 @@ LATER: list[tuple[str, Callable[[], dict[str, Any]], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("make", "kind", "says"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
 def test_a_call_that_cannot_be_traced_says_so_while_it_is(make: Any, kind: Any, says: str) -> None:
     given = make()
@@ -439,6 +443,7 @@ def test_the_schemas_of_saved_graphs_stay() -> None:
     )
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("case", ["paged", "saving", "parts", "alibi", "fp4", "latent", "listed", "latent part"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_opcheck(case: str, return_lse: bool) -> None:

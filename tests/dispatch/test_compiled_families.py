@@ -99,6 +99,7 @@ def with_gradients(call: Callable[..., Any], tensors: list[Tensor]) -> list[Tens
     return [*(one.detach() for one in results), *torch.autograd.grad(total, tensors)]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
 @pytest.mark.parametrize("given", ["map", "lists", "valid"])
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -141,6 +142,7 @@ def test_lengths_of_block_sparse_calls_stay_symbolic() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("state_layout", ["KV", "VK"])
@@ -173,6 +175,7 @@ def test_packed_linear_sequences_are_one_graph_and_gradients_may_be_of_gates_alo
         torch.testing.assert_close(found, right)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("out", [False, True])
 def test_autocast_and_out_reach_compiled_calls(out: bool) -> None:
     q, k, v = qkv()
@@ -244,6 +247,7 @@ def test_opcheck(family: str) -> None:
         torch.library.opcheck(torch.ops.polyattn.linear.default, (*tensors, None, plan))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -268,6 +272,7 @@ def test_bad_block_sparse_calls_are_told_while_they_are_compiled(change: dict[st
         call()
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -60,6 +60,7 @@ SECOND = {
 }
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("way", SECOND)
@@ -184,6 +185,7 @@ def test_out_is_refused_beside_any_gradient(family, which):
         torch.testing.assert_close(call(q, k, v, out=out, **given), call(q, k, v, **given))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("family", "backend"), [("dense", None), ("varlen", None), ("dense", "opaque")])
 @pytest.mark.parametrize("kept", KEPT)
 def test_compiled_autograd_of_an_eager_forward(opaque, kept, family, backend):

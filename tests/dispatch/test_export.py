@@ -67,6 +67,7 @@ def called(program):
     return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", DENSE)
@@ -116,6 +117,7 @@ def test_eager_and_compiled_calls_keep_their_kernel():
     assert any("flash_attention_for_cpu" in event.name for event in profile.events())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.filterwarnings("default")  # the exporter's own
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", DENSE)
@@ -167,6 +169,7 @@ def saved(tmp_path):
     return tmp_path / "packed"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("first", ["import polyattn, torch", "import torch, polyattn"])
 def test_a_saved_program_loads_after_the_imports_alone(saved, first):
     code = (

@@ -136,6 +136,7 @@ def test_unit_rows_and_scale():
     torch.testing.assert_close(unit_rows(long["key"]).norm(dim=-1), torch.ones(B, S, H, dtype=torch.float64))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_every_tensor(method):
     given = {n: t[:1, :4].clone().requires_grad_() for n, t in inputs(method).items()}

@@ -46,6 +46,7 @@ def raw(method: str) -> dict[str, Any]:
     return {"a_log": torch.rand(H_V, dtype=F64), "dt_bias": torch.randn(widths, dtype=F64)}
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("options", [{}, {"gate_bound": -5.0, "beta_range": 2}], ids=["softplus", "bounded"])
 @pytest.mark.parametrize("method", METHODS)
 def test_raw_gates_are_computed_in_the_call(method: str, options: dict[str, Any]) -> None:

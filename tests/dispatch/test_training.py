@@ -26,6 +26,7 @@ def grads(loss, inputs):
     return torch.autograd.grad(loss, inputs)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("backend", ["torch_sdpa", "reference", "opaque"])
 def test_gradcheck_through_output_lse_and_sinks(opaque, backend):
     """S5, S6: torch_sdpa's LSE op and the stranger's kernel know neither sinks nor a gradient of the LSE."""

@@ -95,6 +95,7 @@ def definition(name, f, q):
     return gradient.sum() if name in ("jvp", "dual") else gradient
 
 
+@pytest.mark.slow(keep=36)
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:polyattn. the slow reference")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -172,6 +173,7 @@ def test_lengths_may_not_be_mapped_over():
         torch.func.vmap(one)(lens)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:polyattn. the slow reference")
 @pytest.mark.parametrize("option", ["plain", "sinks", "lse", "softcap", "bool mask"])
 @pytest.mark.parametrize("name", ["vmap", "grad", "per sample grad", "jvp", "jacfwd"])
@@ -188,6 +190,7 @@ def test_compiled_transforms_of_dense_calls(name, option):
     torch.testing.assert_close(got, TRANSFORMS[name](loss("reference"))(q), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", ["grad", "per sample grad", "jvp", "jacfwd", "hessian"])
 def test_compiled_derivatives_of_packed_calls_are_refused(name):
     """The custom op is a constant to them: the tangent was zero. (Behind a graph break torch itself stumbles.)"""

@@ -162,6 +162,7 @@ class Call:
         return seen
 
 
+@pytest.mark.slow(keep=18)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)

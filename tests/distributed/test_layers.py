@@ -29,17 +29,19 @@ _spec.loader.exec_module(cases)
 class Jobs:
     """The results of each world's job, which runs when they are first asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: list[str]) -> None:
         self.folder = folder
+        self.names = names
         self.found: dict[int, list[dict[str, str]]] = {}
 
     def of(self, world: int) -> list[dict[str, str]]:
         if world not in self.found:
             folder = self.folder / str(world)
             folder.mkdir()
+            names = [name for name in self.names if cases.CASES[name][0] == world]
             started = [
                 subprocess.Popen(
-                    [sys.executable, str(HERE / "job.py"), str(rank), str(world), str(folder)],
+                    [sys.executable, str(HERE / "job.py"), str(rank), str(world), str(folder), *names],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -54,10 +56,15 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return Jobs(tmp_path_factory.mktemp("jobs"))
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """A job runs the cases that are asked for here, however few those are."""
+    test = test_ranks_together_equal_one_process
+    items = (item for item in request.session.items if getattr(item, "function", None) is test)
+    names = [item.callspec.params["name"] for item in items]
+    return Jobs(tmp_path_factory.mktemp("jobs"), names)
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_ranks_together_equal_one_process(name: str, jobs: Jobs) -> None:
     world, _ = cases.CASES[name]

@@ -67,7 +67,17 @@ def test_other_python_blocks_compile(page: Path) -> None:
         compile("\n" * (line - 1) + code, str(page), "exec")
 
 
-@pytest.mark.parametrize("command", sorted({c for p in PAGES for c in commands(p)}))
+MINUTES = ("polyattn verify ", "polyattn conform torch_native --families ")
+"""How commands begin that take minutes. Their tests in tests/cli, and conformance, call what they call."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if command.startswith(MINUTES) else [])
+        for command in sorted({c for p in PAGES for c in commands(p)})
+    ],
+)
 def test_commands_run(command: str, tmp_path: Path) -> None:
     if re.match(r"polyattn conform \S+ --quick", command):
         # All of its cases are tests of their own in tests/testing/conformance: here, that the command is right.

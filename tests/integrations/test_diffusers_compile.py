@@ -30,6 +30,7 @@ def twice(pipe, name: str) -> torch.Tensor:
     return frames(pipe, name)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("prepared", [False, True])
 def test_blocks_are_compiled_once(prepared):
     pipe = tiny("wan")
@@ -45,6 +46,7 @@ def test_blocks_are_compiled_once(prepared):
         assert "compiled code does not say who serves it" in str(host.report(pipe))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["ltx", "cogvideox"])
 @pytest.mark.parametrize("before", [False, True])
 def test_a_whole_model_is_one_graph(name, before):
@@ -70,6 +72,7 @@ def test_rules_of_steps_and_layers_compile_one_graph_for_each_backend():
     torch.testing.assert_close(frames(pipe, "wan"), eager, atol=1e-4 * eager.abs().max().item(), rtol=0)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", ["video_sparse_attn", "vmoba_attn"])
 def test_a_sparse_method_stays_in_the_graph_of_a_block(method):
     options = {

@@ -106,6 +106,7 @@ def test_the_context_manager_and_the_active_backend():
     assert not torch.equal(inside, native)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["polyattn", "polyattn|reference"])
 def test_the_variable_of_diffusers(name):
     code = (

@@ -43,6 +43,7 @@ def rows(report: Any, **wanted: Any) -> list[Any]:
     return [row for row in report.rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_exact_backends_make_the_frames_that_diffusers_makes(name):
     pipe = tiny(name)
@@ -68,6 +69,7 @@ def test_exact_backends_make_the_frames_that_diffusers_makes(name):
     assert not [key for key in pipe.transformer.state_dict() if "polyattn" in key]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name not in ("wan22", "cogvideox", "mochi")])
 def test_a_sparse_method_serves_the_video_and_nothing_else(name):
     pipe = tiny(name)

@@ -82,6 +82,7 @@ def exact(one: Any) -> Any:
     return one.double() if isinstance(one, Tensor) and one.dtype.is_floating_point else one
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("where, dtype", PLACES)
 def test_torchs_own_samples_of_sdpa(device: Any, where: str, dtype: torch.dtype, backend: str | None) -> None:
@@ -129,6 +130,7 @@ def test_masks_are_honoured(mask: torch.dtype) -> None:
     torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, attn_mask=bias), want)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("engine", ["aot_eager", "inductor"])
 def test_compiled_calls_are_served_without_a_break(engine: str) -> None:
     given = tensors(2, 4, 9, 16)

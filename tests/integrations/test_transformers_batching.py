@@ -27,6 +27,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.skipif(not SERVED, reason=f"not run: transformers {transformers.__version__} is older than 5.23")
 @pytest.mark.parametrize(
     "kind, name", [*((kind, "polyattn") for kind in SHAPES), ("llama", "sdpa"), ("mistral", "sdpa")]

@@ -28,6 +28,7 @@ def ids_of(length):
     return torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(length))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_one_graph(build, relative, side):
     model = build("llama")
@@ -78,6 +79,7 @@ def test_sinks_windows_and_gradients_compile(build, relative):
     assert relative(found["polyattn"], found["eager"]) < GATE
 
 
+@pytest.mark.slow
 def test_a_scope_entered_after_compiling_takes_effect(build, relative):
     model = build("llama")
     model.set_attn_implementation("polyattn")

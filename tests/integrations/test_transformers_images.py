@@ -85,6 +85,7 @@ def answers(served: Engine) -> dict[int, Any]:
     return found
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("graphs", [False, FakeGraph], ids=["eager", "graphs"])
 @pytest.mark.parametrize("chunk", [2048, 7, 1])
 def test_tokens_are_those_of_generate(
@@ -261,6 +262,7 @@ def part(number: int, kind: str = "png", **options: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(number, kind), **options}}
 
 
+@pytest.mark.slow
 def test_a_chat_with_images_says_what_generate_says(address: str, folder: Path) -> None:
     openai = pytest.importorskip("openai", reason="pip install 'polyattn[serve]'")
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)

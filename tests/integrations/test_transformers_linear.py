@@ -149,6 +149,7 @@ def test_a_model_whose_layers_see_no_positions_refuses_packed_rows(monkeypatch: 
     assert Model.forward is own
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_a_compiled_model_fails_where_positions_alone_say_borders(mode: str) -> None:

@@ -97,6 +97,7 @@ def test_prefill_and_decode(build, relative, ids, kind, cache, side):
     assert relative(torch.stack(out["polyattn"].logits), torch.stack(out["eager"].logits)) < GATE
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("kind", sorted(SHOWN))
 def test_models_that_turn_sdpa_down_but_are_given_bool_masks(build, relative, ids, kind):
     model = build(kind, **{**SHAPES, **OTHERS}[kind])

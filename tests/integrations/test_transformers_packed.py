@@ -35,6 +35,7 @@ def drawn(rows):
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
 
 
+@pytest.mark.slow(keep=23)
 @pytest.mark.parametrize("rows, given", [(1, 1), (2, 2), (2, 1)])
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("kind", SHAPES)
@@ -130,6 +131,7 @@ def test_a_bias_meets_the_borders(relative):
     assert relative(out, wanted) < GATE
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_a_compiled_model_that_trains_keeps_them_apart(build, relative, kind):
     torch._dynamo.reset()

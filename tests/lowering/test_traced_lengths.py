@@ -16,6 +16,7 @@ PARTS = (*takes(s_relation="equal", causal=("none", "bottom_right")), *takes(cau
 PLAIN = takes(window=((-1, -1),))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "rows, fields, lengths",
     [

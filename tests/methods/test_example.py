@@ -26,6 +26,7 @@ def ran(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return float(found[1]), told
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("method", PORTABLE)
 def test_it_runs_under_every_method(
     method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

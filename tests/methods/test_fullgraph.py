@@ -86,6 +86,7 @@ def denoised(model: Any, *, watched: bool = False) -> tuple[list[Tensor], Any]:
     return found, run.explain()
 
 
+@pytest.mark.slow(keep=1)
 @each
 @pytest.mark.parametrize("how", ["model", "block"])
 def test_one_graph_for_all_steps_branches_and_layers(name: str, how: str) -> None:
@@ -106,6 +107,7 @@ def test_one_graph_for_all_steps_branches_and_layers(name: str, how: str) -> Non
     assert again == told
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["video_sparse_attn", "sparse_video_gen_2_attn"])
 def test_by_inductor(name: str) -> None:
     model = Model(name)
@@ -114,6 +116,7 @@ def test_by_inductor(name: str) -> None:
     torch.testing.assert_close(found, right)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients_are_those_of_the_place_of_the_forward(name: str, tmp_path: Path) -> None:
     """Backwards come when the run is elsewhere: each is that of its own step."""
@@ -145,6 +148,7 @@ def test_gradients_are_those_of_the_place_of_the_forward(name: str, tmp_path: Pa
         assert not torch.allclose(grads[0][0][0], grads[0][-1][0])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["sage_sla_attn", "sparse_video_gen_2_attn"])
 def test_what_does_not_train_is_refused_in_the_forward(name: str) -> None:
     x, text = given()
@@ -261,6 +265,7 @@ def test_exact_attention_with_a_place_of_a_run_is_traced() -> None:
     assert not run.explain().rows
 
 
+@pytest.mark.slow
 def test_a_saved_graph_needs_its_configuration(tmp_path: Path) -> None:
     """A program that is loaded where nobody names a method must not compute something else in silence."""
     polyattn.configure(

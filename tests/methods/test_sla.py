@@ -110,6 +110,7 @@ def test_the_reference_is_that_of_a_loop() -> None:
         torch.testing.assert_close(right[token], exact + given["proj_l.weight"] @ linear + given["proj_l.bias"])
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("case", PLACES)
 @pytest.mark.parametrize("scope", ["all", "complement"])
 @pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu"])

@@ -105,12 +105,14 @@ def by_loop(place: Place, windows: Sequence[Window]) -> Tensor:
     return mask
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", ["ragged on every axis", "text on both sides, padded"])
 def test_the_mask_is_that_of_a_loop(case: str) -> None:
     place, windows = CASES[case]
     assert torch.equal(sta_mask(place, TILE, windows), by_loop(place, windows))
 
 
+@pytest.mark.slow(keep=5)
 @cases
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
 def test_it_is_attention_under_its_mask(case: str, layout: str, write: Write) -> None:
@@ -174,6 +176,7 @@ def test_windows_are_those_of_the_step_and_the_layer(write: Write) -> None:
     assert said.inner[0].why == "the first 1 steps run dense (skip_time_steps)"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("tile", "block"), [((2, 8, 8), 128), ((1, 8, 8), 64), ((2, 2, 4), 16), ((6, 8, 8), 128)])
 def test_tiles_are_cut_into_blocks_that_kernels_take(tile: Window, block: int, write: Write) -> None:
     place = Place(grid=(7, 10, 18), text=(0, 5), step=0, layer=0)

@@ -94,6 +94,7 @@ def under_labels(monkeypatch: pytest.MonkeyPatch, rows: Tensor, keys: Tensor, se
     monkeypatch.setattr(svg2, "cluster_map", lambda *given: seen)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", PLACES)
 @pytest.mark.parametrize("density", [0.2, 0.7])
 def test_a_given_map_is_attention_under_its_mask(case: str, density: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +260,7 @@ def test_explaining_keeps_nothing_and_shows_the_kernel() -> None:
     assert not kept
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (6, 6), (4, 1)])
 def test_heads_that_take_turns(heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long calls hold copies of some heads at a time: the same numbers, and `explain` shows one call for all turns."""
@@ -302,6 +304,7 @@ def test_step_zero_may_cluster_for_the_steps_after_it() -> None:
     assert made == {(0, 0): False, (2, 0): True, (2, 1): False}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 2e-3)])
 def test_other_dtypes(dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     place = PLACES["padded text on both sides"]

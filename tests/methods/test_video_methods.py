@@ -85,6 +85,7 @@ def test_only_sliding_tiles_plan_anew_for_a_step(name: str, monkeypatch: pytest.
     assert len(made) == (4 if name == "sliding_tile_attn" else 1)
 
 
+@pytest.mark.slow(keep=1)
 @each
 def test_compiled_layers_share_their_graphs(name: str) -> None:
     """Layers differ by a tensor alone, the number of the layer: a first one that runs dense, and others."""
@@ -187,6 +188,7 @@ def test_one_record_for_every_platform(name: str) -> None:
     assert portable(name, "cpu") == found["cpu"]
 
 
+@pytest.mark.slow(keep=15)
 @pytest.mark.parametrize(("text", "valid"), [((0, 9), (0, 4)), ((5, 40), (3, 17)), ((6, 0), (6, 0)), ((6, 2), (0, 0))])
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -89,6 +89,7 @@ def mask_of(q: Tensor, k: Tensor, kind: int, threshold: float | None, scope: str
     return vmoba_mask(select_chunks(scores, chunks.own, KEPT[kind], threshold, scope), chunks.own)
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize(("mode", "scope"), MODES)
 @pytest.mark.parametrize("kind", range(3))
 def test_the_mask_is_that_of_a_loop(kind: int, mode: str, scope: str) -> None:
@@ -99,6 +100,7 @@ def test_the_mask_is_that_of_a_loop(kind: int, mode: str, scope: str) -> None:
     assert 0.1 < found.double().mean() < 0.9
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize(("mode", "scope"), MODES)
 @pytest.mark.parametrize("kind", range(3))
 def test_it_is_attention_under_its_mask(kind: int, mode: str, scope: str) -> None:

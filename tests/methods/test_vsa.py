@@ -89,6 +89,7 @@ def test_the_map_is_that_of_a_loop(case: str) -> None:
     assert 1 < len(found[0][0]) < len(found[0])
 
 
+@pytest.mark.slow(keep=12)
 @grids
 @pytest.mark.parametrize("sparsity", [0.0, 0.7])
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])

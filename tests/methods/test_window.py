@@ -77,6 +77,7 @@ def by_loop(place: Place, tile: tuple[int, ...], reach: tuple[int, ...], heads: 
     return mask
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", ["ragged on every axis", "text on both sides, padded", "a reach for each head"])
 def test_the_mask_is_that_of_a_loop(case: str) -> None:
     place, tile, reach = CASES[case]

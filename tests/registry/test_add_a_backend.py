@@ -56,6 +56,7 @@ def test_it_is_found_and_nothing_of_the_kernel_is_imported(acme):
     assert "polyattn_acme.kernel" not in sys.modules, "explaining runs nothing"
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("s_q, s_k", [(1, 1), (1, 200), (65, 65), (64, 129), (7, 130)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

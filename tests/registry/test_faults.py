@@ -355,6 +355,7 @@ def test_nothing_of_it_stays_behind(site, fault):
     assert owners == {"core"}
 
 
+@pytest.mark.slow(keep=18)
 @faults
 def test_asking_for_it_by_name_raises_with_the_cause(site, fault):
     site.add("acme", fault.source)
@@ -367,6 +368,7 @@ def test_asking_for_it_by_name_raises_with_the_cause(site, fault):
     assert manager.plugins["acme"].error in causes(caught.value)
 
 
+@pytest.mark.slow(keep=18)
 @faults
 def test_strict_raises_at_every_load(site, fault):
     site.add("acme", fault.source)

@@ -66,6 +66,7 @@ def test_a_decay_beyond_every_float_is_a_decay_to_zero(method: str) -> None:
     close(found, gated_delta_rule(**given), 2e-5)
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("gate", [-1e3, -1e6, -3e38, float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", METHODS)

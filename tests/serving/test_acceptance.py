@@ -216,6 +216,7 @@ def test_children_without_replacement_are_exact_by_enumeration(target: list[int]
 # Sampled, by chi-square -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_a_chain_is_exact_in_distribution(temperature: float) -> None:
     target, draft = random_table(4, 11, temperature), random_table(4, 12)
@@ -238,6 +239,7 @@ def drawn_tree(draft: Tensor, widths: tuple[int, ...], rows: int, generator: tor
     return torch.cat(levels, 1)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("widths", [(3,), (2, 2), (3, 1)])
 def test_a_drawn_tree_is_exact_in_distribution(widths: tuple[int, ...]) -> None:
     target, draft = random_table(5, 21), random_table(5, 22)

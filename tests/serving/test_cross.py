@@ -53,6 +53,7 @@ class EncoderRig(Rig):
             torch.testing.assert_close(out[span], dense(CROSS, q[span], keys, values))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -68,6 +68,7 @@ def greedy(model: Any, tokens: list[int], count: int) -> list[int]:
     return found[len(tokens) :]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("graphs", [False, True])
 def test_generate_across_chunks(graphs: bool) -> None:
     model = qwen()

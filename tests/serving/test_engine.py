@@ -297,6 +297,7 @@ def test_sampled_drafts_are_drawn_again_by_the_seed(topk: int) -> None:
     assert run(1) == run(1) != run(2)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("topk", [0, 1, 3])
 def test_a_draw_is_of_its_place_with_drafts_and_without(topk: int) -> None:
     """One seed says one text: with drafts or none, alone or preempted for others, in large steps or small ones."""
@@ -313,6 +314,7 @@ def test_a_draw_is_of_its_place_with_drafts_and_without(topk: int) -> None:
     assert bool(topk) == any("verify" in output.backends for output in tight)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("topk", [1, 2])
 def test_drafts_do_not_change_what_is_drawn(topk: int) -> None:
     """Two tokens drawn from two each: the first after the prompt, the second by accepting drafts."""

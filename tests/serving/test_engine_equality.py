@@ -75,6 +75,7 @@ pages = pytest.mark.parametrize("page_size", [1, 16, 64])
 GREEDY = SamplingParams(max_new_tokens=NEW)
 
 
+@pytest.mark.slow(keep=9)
 @each
 @pages
 def test_plain(shape: str, page_size: int, record_property: Callable[[str, object], None]) -> None:
@@ -85,6 +86,7 @@ def test_plain(shape: str, page_size: int, record_property: Callable[[str, objec
     assert all(output.cached_tokens == 0 for output in outputs)
 
 
+@pytest.mark.slow(keep=8)
 @each
 @pages
 def test_prefix_shared(shape: str, page_size: int, record_property: Callable[[str, object], None]) -> None:
@@ -97,6 +99,7 @@ def test_prefix_shared(shape: str, page_size: int, record_property: Callable[[st
     assert found == [0, 66 // page_size * page_size, 70 // page_size * page_size]
 
 
+@pytest.mark.slow(keep=11)
 @each
 @pages
 def test_chunked_prefill(shape: str, page_size: int, record_property: Callable[[str, object], None]) -> None:
@@ -106,6 +109,7 @@ def test_chunked_prefill(shape: str, page_size: int, record_property: Callable[[
     made.check()
 
 
+@pytest.mark.slow(keep=2)
 @each
 @pages
 def test_speculative_chain(shape: str, page_size: int, record_property: Callable[[str, object], None]) -> None:
@@ -117,6 +121,7 @@ def test_speculative_chain(shape: str, page_size: int, record_property: Callable
         assert all("verify" in output.backends for output in outputs)
 
 
+@pytest.mark.slow(keep=2)
 @each
 @pages
 def test_speculative_tree(shape: str, page_size: int, record_property: Callable[[str, object], None]) -> None:

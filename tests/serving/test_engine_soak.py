@@ -122,6 +122,7 @@ def test_two_thousand_requests() -> None:
     assert min(seen[what] for what in ("cancelled", "forked", "preempted", "shared", "stopped")) >= 50, seen
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("topk", [1, 2])
 @torch.no_grad()
 def test_drafts_under_the_same_load(topk: int) -> None:

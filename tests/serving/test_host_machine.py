@@ -189,6 +189,7 @@ class Machine(RuleBasedStateMachine):
         self.world.end()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "page_size, windows, pages",
     [

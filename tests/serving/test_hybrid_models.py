@@ -67,6 +67,7 @@ def engine(shape: str, page_size: int = 16, **more: Any) -> Engine:
 each = pytest.mark.parametrize("shape", list(HYBRID))
 
 
+@pytest.mark.slow(keep=3)
 @each
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_mixed_batches_and_prompts_in_chunks(shape: str, page_size: int) -> None:
@@ -100,6 +101,7 @@ def test_a_fork_goes_on_from_the_state_it_has(shape: str) -> None:
     made.check()
 
 
+@pytest.mark.slow(keep=2)
 @each
 @pytest.mark.parametrize("spec", [{"steps": 3}, {"steps": 2, "topk": 3, "draft_tokens": 8}], ids=["chain", "tree"])
 def test_drafts_are_verified(shape: str, spec: dict[str, Any]) -> None:
@@ -140,6 +142,7 @@ class Ops:
         return out
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("spec", [None, {"steps": 3}, {"steps": 2, "topk": 3, "draft_tokens": 8}])
 def test_convolutions_of_a_package_serve_where_they_are_asked_for(
     spec: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +182,7 @@ def test_the_models_functions_are_its_own_again_after_a_step() -> None:
 recordable = pytest.mark.parametrize("shape", [shape for shape in HYBRID if shape != "qwen3_next"])
 
 
+@pytest.mark.slow(keep=1)
 @recordable
 def test_decode_is_replayed_from_recordings(shape: str) -> None:
     """Batches grow and shrink, rows are padded, and slots are those of each step's requests."""
@@ -190,6 +194,7 @@ def test_decode_is_replayed_from_recordings(shape: str) -> None:
     made.check()
 
 
+@pytest.mark.slow(keep=1)
 @recordable
 @pytest.mark.parametrize("spec", [{"steps": 3}, {"steps": 2, "topk": 3, "draft_tokens": 8}], ids=["chain", "tree"])
 def test_verification_is_replayed_from_recordings(shape: str, spec: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.slow(keep=14)
 @pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 @pytest.mark.parametrize("name, config", CASES)
 @pytest.mark.parametrize("first", [0, 1, 2, 3])

@@ -482,6 +482,7 @@ def greedy(runner: ToyRunner, prompt: list[int], count: int) -> list[int]:
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7], [1, 6, 1, 8, 0, 3, 3]]
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.filterwarnings("ignore:polyattn. prompts that begin alike:RuntimeWarning")
 @pytest.mark.parametrize(("drafts", "seed"), [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4])

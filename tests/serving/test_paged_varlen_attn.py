@@ -125,6 +125,7 @@ def cases() -> list[Case]:
 CASES = cases()
 
 
+@pytest.mark.slow(keep=59)
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_case(case: Case, kernel: Kernel) -> None:
     outcome = run_case(OffChip("torch_native", "cuda"), case)

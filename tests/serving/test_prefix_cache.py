@@ -627,6 +627,7 @@ def test_check_finds_what_is_wrong(spoil, said):
 PROMPT = st.builds(lambda n, tail: [7] * n + tail, st.integers(0, 24), st.lists(st.integers(0, 1), max_size=8))
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("page_size, window", [(1, -1), (4, -1), (1, 3), (4, 0), (4, 6), (16, 20)])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(calls=st.lists(st.tuples(st.booleans(), PROMPT, st.integers(0, 6)), max_size=12))

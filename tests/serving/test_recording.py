@@ -118,6 +118,7 @@ def grow(step: Step) -> None:
     torch.add(step.x, 1, out=step.small.resize_(0))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stage", ["prepare", "replay"])
 @pytest.mark.parametrize(
     "bad, operator", [(keep, "aten.add.Tensor"), (keep_view, "aten.zeros.default")], ids=["result", "view"]

@@ -104,6 +104,7 @@ class Soak:
                 self.world.check()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "page_size, windows, pages",
     [(1, (-1, 7), (60, 40)), (16, (-1,), (30,)), (64, (-1, 100, 30), (28, 14, 10))],

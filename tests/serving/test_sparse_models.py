@@ -71,6 +71,7 @@ def alone(model: Any, tokens: list[int], count: int) -> list[int]:
     return out[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
 def test_generate(name: str, graphs: bool) -> None:

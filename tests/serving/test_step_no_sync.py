@@ -128,6 +128,7 @@ class Nowhere:
         assert list(lists)
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", range(6))
 def test_no_view_reads_what_is_in_a_tensor(kind, static, monkeypatch):

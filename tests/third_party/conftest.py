@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,19 +40,26 @@ class Fresh:
 
     def run(self, command: str, *, code: int = 0, **environ: str) -> str:
         """Run a line of shell with the environment active; its output, both streams. `code`: how it must exit."""
-        active = f"[ ! -d .venv ] || . .venv/bin/activate\n{command}"
+        return self._done(command, code, subprocess.STDOUT, environ).stdout
+
+    def data(self, command: str, *, code: int = 0) -> Any:
+        """The JSON that a command prints. What it says beside that, as of its progress on a slow machine, is no part
+        of it."""
+        return json.loads(self._done(command, code, subprocess.PIPE, {}).stdout)
+
+    def _done(self, command: str, code: int, stderr: int, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            ["bash", "-c", active],
+            ["bash", "-c", f"[ ! -d .venv ] || . .venv/bin/activate\n{command}"],
             cwd=self.folder,
             env={**self.environ, **environ},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
             text=True,
             timeout=LIMIT,
             check=False,
         )
-        assert done.returncode == code, f"$ {command}\n{done.stdout}"
-        return done.stdout
+        assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr or ''}"
+        return done
 
 
 def build(source: Path, into: Path, *words: str) -> Path:

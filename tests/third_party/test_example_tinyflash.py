@@ -5,7 +5,6 @@ The kernel is compiled here, into a folder of the test: a C++ compiler and ninja
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import textwrap
@@ -53,11 +52,11 @@ def test_its_wheel_is_for_every_machine_and_has_the_source(wheel: Path) -> None:
 
 
 def test_it_is_there_and_nobody_is_given_it_unasked(installed: Fresh) -> None:
-    (ours,) = [b for b in json.loads(installed.run("polyattn list --json")) if b["name"] == "tinyflash"]
+    (ours,) = [b for b in installed.data("polyattn list --json") if b["name"] == "tinyflash"]
     assert (ours["package"], ours["status"], ours["evidence"]) == ("polyattn-tinyflash", "available", "declared")
     asked = "polyattn explain --dtype fp32 --head-dim 64 --causal --window 63,0 --softcap 30 --family dense --json"
-    assert json.loads(installed.run(asked))["backend"] != "tinyflash"
-    named = json.loads(installed.run(f"{asked} --attention-backend tinyflash"))
+    assert installed.data(asked)["backend"] != "tinyflash"
+    named = installed.data(f"{asked} --attention-backend tinyflash")
     assert (named["backend"], named["lowerings"]) == ("tinyflash", [])
 
 
@@ -106,7 +105,7 @@ def test_the_table_of_its_readme_has_the_rows_of_the_benchmark(installed: Fresh,
     (package / "listing.py").write_text(
         "import json, bench\nprint(json.dumps([[c.label, c.dtype_name, f'`{c.other}`'] for c in bench.CASES]))"
     )
-    cases = json.loads(installed.run(f"python -W error '{package}/listing.py'"))
+    cases = installed.data(f"python -W error '{package}/listing.py'")
     shown = rows(README)
     assert [[call, dtype, by] for call, dtype, _, _, by, _ in shown] == cases
     for call, _, ours, other, _, ratio in shown:

@@ -10,7 +10,6 @@ examples/third-party/README.md, and the last test runs them as they stand there.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 import zipfile
@@ -59,13 +58,13 @@ def test_it_speaks_version_1_and_so_does_core(name: str) -> None:
 
 
 def test_it_is_listed_and_explained(installed: Fresh) -> None:
-    assert json.loads(installed.run("polyattn doctor --json"))["plugins"]
-    (ours,) = [b for b in json.loads(installed.run("polyattn list --json")) if b["name"] == "tinyflash"]
+    assert installed.data("polyattn doctor --json")["plugins"]
+    (ours,) = [b for b in installed.data("polyattn list --json") if b["name"] == "tinyflash"]
     assert (ours["package"], ours["version"]) == ("polyattn-tinyflash", "1.0.0")
     assert (ours["status"], ours["reasons"], ours["evidence"]) == ("available", [], "declared")
     ask = "polyattn explain --dtype fp32 --head-dim 64 --causal --json"
-    assert "tinyflash" in json.loads(installed.run(ask))["others"]
-    named = json.loads(installed.run(f"{ask} --attention-backend tinyflash"))
+    assert "tinyflash" in installed.data(ask)["others"]
+    named = installed.data(f"{ask} --attention-backend tinyflash")
     assert (named["backend"], named["platform"], named["provider"]) == ("tinyflash", "cpu", "tinyflash")
     assert named["lowerings"] == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -81,7 +80,7 @@ def test_its_wheel_has_every_file_of_the_package(wheel: Path) -> None:
 
 
 def test_list_shows_it(installed: Fresh) -> None:
-    entries = {entry["name"]: entry for entry in json.loads(installed.run("polyattn list --json"))}
+    entries = {entry["name"]: entry for entry in installed.data("polyattn list --json")}
     assert {"torch_sdpa", "torch_native", "flex_attention", "reference"} < set(entries)
     assert [name for name, entry in entries.items() if entry["package"] != "polyattn"] == ["template"]
     ours = entries["template"]
@@ -91,11 +90,11 @@ def test_list_shows_it(installed: Fresh) -> None:
 
 def test_explain_shows_it(installed: Fresh) -> None:
     ask = "polyattn explain --dtype fp32 --head-dim 64 --json"
-    assert "template" in json.loads(installed.run(ask))["others"]
-    named = json.loads(installed.run(f"{ask} --attention-backend template"))
+    assert "template" in installed.data(ask)["others"]
+    named = installed.data(f"{ask} --attention-backend template")
     assert (named["backend"], named["provider"], named["evidence"]) == ("template", "template", "declared")
     assert named["source"] != "platform rule", "nothing but its name chose it"
-    refused = json.loads(installed.run(f"{ask} --softcap 30 --attention-backend template", code=3))
+    refused = installed.data(f"{ask} --softcap 30 --attention-backend template", code=3)
     assert refused["error"]["rejected"]["template"] == ["softcap=30.0 is not declared"]
 
 
@@ -105,7 +104,7 @@ def test_calls_are_served_and_refused(installed: Fresh) -> None:
 
 
 def test_it_conforms(installed: Fresh) -> None:
-    found = json.loads(installed.run("polyattn conform template --quick --strict-device --json"))
+    found = installed.data("polyattn conform template --quick --strict-device --json")
     assert (found["failed"], found["xfailed"]) == (0, 0)
     assert found["passed"] > 0
     assert found["refused"] > 0

@@ -35,6 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", TARGET.cases(per_row=24) if full else some, ids=str)
 
 
+@pytest.mark.slow(keep=40)
 def test_conformance(case: Case, library: Library) -> None:
     TARGET.passes(case, library)
 
@@ -213,6 +214,7 @@ def drawn() -> list[Case]:
     return TARGET.cases(per_row=4, dtypes=("bfloat16",))
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("error", PLANTED)
 def test_a_planted_error_is_found(error: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, telling = PLANTED[error]

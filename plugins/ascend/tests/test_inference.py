@@ -344,6 +344,7 @@ def drawn() -> list[Case]:
     return TARGET.cases(per_row=8, families=("paged", "mla"), dtypes=("bfloat16",))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("error", PLANTED)
 def test_a_planted_error_is_found(error: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, telling = PLANTED[error]

@@ -29,6 +29,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_sdpa, "_sdpa", sdpa.scaled_dot_product_attention(torch_npu.library()))
 
 
+@pytest.mark.slow(keep=65)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("fused")
 def test_conformance(case: Case) -> None:

@@ -31,6 +31,7 @@ def torch_itself(monkeypatch: pytest.MonkeyPatch) -> Library:
     return emulator.torch_itself(monkeypatch)
 
 
+@pytest.mark.slow(keep=58)
 @pytest.mark.parametrize("case", [*FRONTEND.cases(per_row=10), *AMPERE.cases(per_row=2)], ids=str)
 def test_conformance_of_the_front_end(case: Case, frontend: Library) -> None:
     FRONTEND.passes(case, frontend)

@@ -85,6 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
+@pytest.mark.slow(keep=347)
 def test_conformance(build: str, tried: Emulated, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator = BUILDS[build][0] if build in BUILDS else ALONE[build][0]
     tried.passes(case, emulator().install(monkeypatch))

@@ -39,6 +39,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return emulator.library().install(monkeypatch)
 
 
+@pytest.mark.slow(keep=51)
 @pytest.mark.parametrize("case", PAGED.cases(per_row=5, dtypes=HALF[:1]), ids=str)
 def test_paged(case: Case, library: Library) -> None:
     PAGED.passes(case, library)
@@ -50,6 +51,7 @@ def test_paged_before_hopper(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     AMPERE.passes(case, emulator.library("0.6.18.post1").install(monkeypatch))
 
 
+@pytest.mark.slow(keep=103)
 @pytest.mark.parametrize("case", RAGGED.cases(per_row=5, dtypes=HALF), ids=str)
 def test_ragged(case: Case, library: Library) -> None:
     RAGGED.passes(case, library)

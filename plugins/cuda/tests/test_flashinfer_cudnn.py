@@ -41,6 +41,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return emulator.library().install(monkeypatch)
 
 
+@pytest.mark.slow(keep=61)
 @pytest.mark.parametrize("case", TARGET.cases(per_row=16), ids=str)
 def test_conformance(case: Case, library: Library) -> None:
     TARGET.passes(case, library)

@@ -105,6 +105,7 @@ STEPS = {
 CASES = [(name, case) for name, target in STEPS.items() for case in target.cases(per_row=3, dtypes=("bfloat16",))]
 
 
+@pytest.mark.slow(keep=27)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_the_kit_in_steps(name: str, case: Case, library: Library) -> None:
     STEPS[name].passes(case, library)

@@ -44,6 +44,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return emulator.library().install(monkeypatch)
 
 
+@pytest.mark.slow(keep=35)
 @pytest.mark.parametrize("case", GIT.cases(per_row=10), ids=str)
 def test_conformance(case: Case, library: Library) -> None:
     GIT.passes(case, library)
@@ -54,6 +55,7 @@ def test_conformance_on_blackwell(case: Case, monkeypatch: pytest.MonkeyPatch) -
     BLACKWELL.passes(case, emulator.library(hopper=False).install(monkeypatch))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("build", ["sgl", "vllm"])
 def test_conformance_of_other_builds(build: emulator.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     target = {"sgl": SGL, "vllm": VLLM}[build]

@@ -32,11 +32,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return emulator.library().install(monkeypatch)
 
 
+@pytest.mark.slow(keep=16)
 @pytest.mark.parametrize("case", GIT.cases(per_row=8), ids=str)
 def test_conformance(case: Case, library: Library) -> None:
     GIT.passes(case, library)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("build", ["sgl", "vllm"])
 def test_conformance_of_other_builds(build: emulator.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     library = emulator.library(build).install(monkeypatch)

@@ -38,6 +38,7 @@ def every_case() -> list[Any]:
     ]
 
 
+@pytest.mark.slow(keep=83)
 @pytest.mark.parametrize(("target", "made", "case"), every_case())
 def test_conformance(target: Emulated, made: Made, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     target.passes(case, made().install(monkeypatch))

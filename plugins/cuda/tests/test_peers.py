@@ -54,6 +54,7 @@ SERVED = [
 ]
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("name, row", SERVED, ids=lambda value: value if isinstance(value, str) else value.name)
 def test_a_library_called_by_hand_is_right(peers, name, row):
     inputs = make_inputs(workload(row, CPU), CPU)

@@ -47,6 +47,7 @@ def test_conformance_of_sage_2(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     SAGE2.passes(case, emulator.sage2().install(monkeypatch))
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("arch", [arch for arch in SAGE_2_ARCHS if arch != "sm90"])
 def test_conformance_of_sage_2_elsewhere(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, library = sage2(arch), emulator.sage2().install(monkeypatch)

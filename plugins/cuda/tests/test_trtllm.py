@@ -38,11 +38,13 @@ HEADS = [(arch, case) for arch, target in MHA.items() for case in target.cases(p
 LATENT = [(name, case) for name, target in MLA.items() for case in target.cases(per_row=3, dtypes=HALF)]
 
 
+@pytest.mark.slow(keep=31)
 @pytest.mark.parametrize(("arch", "case"), HEADS, ids=str)
 def test_heads(arch: int, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     MHA[arch].passes(case, emulator.library(arch=arch).install(monkeypatch))
 
 
+@pytest.mark.slow(keep=37)
 @pytest.mark.parametrize(("name", "case"), LATENT, ids=str)
 def test_latent(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     library = emulator.library().install(monkeypatch)
@@ -137,6 +139,7 @@ def test_xqa_is_given_what_it_can_find_its_way_in(drafts: int, monkeypatch: pyte
     assert library.calls[-1].given["kv_cache"][0].data_ptr() == pool.data_ptr()
 
 
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize("counts", [(12, 12), (12, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize(("group", "filled"), [(3, 4), (8, 8), (31, 32)])
 def test_sinks_of_xqa_are_those_of_their_heads(
@@ -219,6 +222,7 @@ def test_queries_of_trtllm_gen_may_have_strides(step: dict[str, Any], monkeypatc
     )
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("step", [ONE, CHAIN, EXTEND], ids=["decode", "verify", "extend"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_trtllm_gen_is_given_what_it_can_find_its_way_in(
@@ -277,6 +281,7 @@ def test_lengths_and_sinks_may_have_strides(
     assert torch.equal(bound.forward(query, *caches, **in_tables(**strided, **most)), wanted)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", list(MLA))
 @pytest.mark.parametrize("counts", [(1, 1), (3, 1)], ids=str)
 def test_latent_rows_and_tables_may_lie_anywhere(

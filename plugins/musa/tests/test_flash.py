@@ -26,11 +26,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return emulator.library().install(monkeypatch)
 
 
+@pytest.mark.slow(keep=52)
 @pytest.mark.parametrize("case", FA.cases(per_row=8), ids=str)
 def test_conformance(case: Case, library: Library) -> None:
     FA.passes(case, library)
 
 
+@pytest.mark.slow(keep=101)
 @pytest.mark.parametrize("case", FA3.cases(per_row=8), ids=str)
 def test_conformance_of_caches(case: Case, library: Library) -> None:
     FA3.passes(case, library)

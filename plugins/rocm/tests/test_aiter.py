@@ -71,6 +71,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Library]:
     return lambda build: emulator.library(*BUILDS[build][:2]).install(monkeypatch)
 
 
+@pytest.mark.slow(keep=117)
 def test_conformance(build: str, tried: Emulated, case: Case, install: Callable[[str], Library]) -> None:
     tried.passes(case, install(build))
 
@@ -354,6 +355,7 @@ TOLD: list[tuple[str, str, Emulated, str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("build", "tried", "family", "words", "wrong"), [pytest.param(*t[1:], id=t[0]) for t in TOLD])
 def test_a_planted_argument_is_found(
     build: str,

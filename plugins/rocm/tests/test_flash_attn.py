@@ -39,6 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
+@pytest.mark.slow(keep=72)
 def test_conformance(build: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     TARGETS[build].passes(case, emulator.library(build).install(monkeypatch))
 

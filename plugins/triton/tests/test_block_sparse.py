@@ -136,6 +136,7 @@ def test_blocks_in_smaller_tiles(sizes: bool) -> None:
     check(Problem(*wide, *made_here[4:]), tiles=Tiles(64, 32, 4, 1))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 def test_blocks_of_each_head_that_start_anywhere(heads: tuple[int, int], tma: bool) -> None:
@@ -231,6 +232,7 @@ def test_a_map_that_points_outside_is_refused() -> None:
         bound(p).forward(*p[:3], **{**p.map, "block_counts": torch.full_like(p.lists.counts, 2)})
 
 
+@pytest.mark.slow
 def test_the_kit_finds_nothing_in_bfloat16() -> None:
     """The smallest of its cases: interpreted, they take seconds each. Conformance runs those in float32."""
     target = Installed("triton", "cpu")
@@ -258,6 +260,7 @@ def test_compilers_of_devices_take_the_kernels(launch: tuple[str, Call]) -> None
     assert not [kernel for kernel in launched if kernel.wrong]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("one_map", [False, True])
 def test_more_samples_than_a_grid_has_are_several_launches(one_map: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's grids end at 65,535 along their last axis: a launch of more is an invalid argument."""

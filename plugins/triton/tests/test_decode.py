@@ -145,6 +145,7 @@ def _broadcast(scale: Tensor | None) -> Tensor | None:
     return scale.unsqueeze(-1) if scale.ndim == 3 else scale.reshape(-1, 1)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("page", "hnd"), [(1, False), (5, True), (16, False), (64, True)])
 def test_s9_pages_of_any_size_in_both_layouts(page: int, hnd: bool) -> None:
     Problem(RAGGED, page=page, hnd=hnd).check(MANY)
@@ -165,6 +166,7 @@ def test_head_dims_that_are_no_power_of_two(widths: tuple[int, int]) -> None:
     Problem(RAGGED, widths=widths, dtype=torch.bfloat16).check(MANY)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -214,12 +216,14 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("kv", KINDS, ids="-".join)
 def test_quantised_caches(kv: tuple[str, str], new: bool) -> None:
     Problem(((3, 41), (1, 0), (2, 7)), kv=kv, new=new, widths=(32, 48), hnd=new).check(MANY)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kv", [("fp8_e4m3", "token"), ("int8", "tensor"), ("fp4_e2m1", "block16")], ids="-".join)
 def test_quantised_caches_under_half_precision(kv: tuple[str, str]) -> None:
     Problem(RAGGED, kv=kv, widths=(64, 32), dtype=torch.bfloat16).check(MANY)
@@ -307,10 +311,13 @@ def test_parts_of_uniform_batches_on_a_large_device(sequences: int, keys: int, p
     assert parts_for(8 * sequences, -(-keys // 64), 132, 2) == parts
 
 
-def test_wide_parts_are_fewer_where_merging_them_takes_longer() -> None:
-    """A group of 12 heads of 128 over a window of 29 tiles, on an H100: 4 parts took 18 us, 8 took 20, 15 took 29."""
-    assert parts_for(2, 29, 132, 2, cells=4 * 128) == 29
-    assert parts_for(2, 29, 132, 2, cells=16 * 128) == 5
+@pytest.mark.parametrize(
+    ("programs", "blocks", "cells", "parts"),
+    [(12, 13, 16 * 128, 7), (8, 14, 64 * 64, 7), (20, 2, 8 * 128, 1), (9, 115, 16 * 64, 13), (4, 125, 8 * 256, 32)],
+)
+def test_parts_of_wide_groups(programs: int, blocks: int, cells: int, parts: int) -> None:
+    """On an H200: what was within 6% of the fastest when 1 to 40 were tried."""
+    assert parts_for(programs, blocks, 132, 2, cells=cells) == parts
 
 
 def test_no_part_is_empty() -> None:
@@ -324,6 +331,7 @@ def test_no_part_is_empty() -> None:
 # Batch invariance ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("lens", [((1, 100), (1, 3), (1, 200)), ((3, 100), (9, 70))])
 def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(lens: Lengths) -> None:
     batch = Problem(lens)
@@ -339,6 +347,7 @@ def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(lens: Lengths) -> None:
         start += queries
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("window", [(-1, 0), (700, 0)], ids=str)
 def test_batch_invariant_parts_follow_from_their_sequence_alone(window: tuple[int, int]) -> None:
     """With 64 keys a block, as on a large device. A short sequence is cut as fine as it pays, a long one in 16."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import polyattn
+from polyattn.contract import AttentionRequest
 from polyattn.semantics import reference
 from polyattn.testing.conforming import FULL
 from polyattn.testing.tolerances import check as gate
-from polyattn_triton import runtime
+from polyattn_triton import dense, runtime
 from polyattn_triton.kernels import rules
 from polyattn_triton.kernels.arguments import constants_of, sizes_of, units_of
 from polyattn_triton.kernels.backward import Config as BackwardConfig
@@ -38,6 +39,7 @@ def _tensors(S_q: int, S_k: int, D_v: int = D, heads: int = H_Q, D: int = D) -> 
     return tuple(torch.randn(shape, generator=make) for shape in shapes)  # type: ignore[return-value]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("S_q", "S_k", "spec", "asked"),
     [
@@ -101,6 +103,7 @@ def test_few_tiles_of_queries_are_half_as_high() -> None:
     assert narrow(small, 1, 132) == small, "`wgmma` has 64 rows"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD", "THD"])
 @pytest.mark.parametrize(
     ("S_q", "S_k", "heads", "ways"),
@@ -218,6 +221,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("target", "launches"), found, ids=list(LAUNCHES))
 
 
+@pytest.mark.slow(keep=1)
 def test_compilers_of_devices_take_the_kernels(target: str, launches: list[Problem]) -> None:
     """Offline, by Triton's own compiler: no device is needed. The compiler is judged too, see `launched_offline`."""
     for problem, launched in zip(launches, elsewhere(target, *launches), strict=True):
@@ -251,6 +255,7 @@ def test_which_rows_are_loose() -> None:
     assert units_of(torch.empty(2, 3, 4, 37), layout="BHSD") == (1, False, [444, 37, 148])
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("cap", [30.0, 50.0])
 @pytest.mark.parametrize("size", [1e-3, 0.3])
 def test_softcap_keeps_the_digits_of_small_logits(cap: float, size: float) -> None:
@@ -294,3 +299,34 @@ def test_rows_of_one_head_come_in_vectors() -> None:
     problems = [Problem("forward", (40, 40), heads=(1, 1), queries=300, off=off) for off in (0, 1)]
     (aligned,), (loose,) = elsewhere("cuda:80", *problems)
     assert (aligned.copies, loose.copies) == ("async", "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changed", "served"),
+    [
+        ((8, 256, 8, 64), {}, (64, 128)),
+        ((24, 300, 4, 64), {}, (64, 64)),
+        ((24, 300, 4, 64), {"layout": "BHSD"}, (64, 64)),
+        ((24, 300, 4, 64), {"causal": "bottom_right"}, (64, 64)),
+        ((15, 331, 6, 64), {}, None),  # 540 tiles of 64 rows
+        ((24, 300, 4, 80), {}, None),
+        ((24, 300, 4, 64), {"batch_invariant": True}, None),
+    ],
+)
+def test_few_tiles_of_narrow_heads_are_portable_on_a_hopper(
+    sizes: tuple[int, ...], changed: dict[str, Any], served: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most four tiles of 64 rows for each of 132 processors."""
+    batch, rows, heads, width = sizes
+    used: list[Any] = []
+    monkeypatch.setattr(dense.runtime, "processors", lambda device: 132)
+    monkeypatch.setattr(dense.hopper, "fits", lambda *args, **given: True)
+    monkeypatch.setattr(dense.hopper, "forward", lambda *args, **given: used.append(None))
+    monkeypatch.setattr(dense, "forward", lambda *args, config=None, **given: used.append(config[:2]))
+    request = AttentionRequest(
+        platform="cuda", dtype="bfloat16", heads=heads, kv_heads=heads, head_dim=width, **changed
+    ).normalised()  # fmt: skip
+    axes = (rows, heads) if request.layout == "BSHD" else (heads, rows)
+    query = torch.empty(batch, *axes, width, device="meta", dtype=torch.bfloat16)
+    dense.Dense().bind(request).forward(query, query, query)
+    assert used == [served]

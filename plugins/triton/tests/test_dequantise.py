@@ -84,6 +84,7 @@ def check(request, cache, scale, tables, hnd=False):
     return found
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=len)
 @pytest.mark.parametrize("hnd", [False, True], ids=["NHD", "HND"])
 @pytest.mark.parametrize("kind, scales", [*SCALED, ("fp4_e2m1", "block16")], ids=lambda word: word or "plain")
@@ -100,6 +101,7 @@ def test_keys(kind, scales, hnd, lengths):
         check(asked(dtype, kind, scales, page_size, hnd), cache, scale, step, hnd)
 
 
+@pytest.mark.slow(keep=7)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=len)
 @pytest.mark.parametrize("kind, scales", FORMATS, ids=lambda word: word or "plain")
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ def test_latent_rows(dtype, page_sizes, kind, scales, lengths):
             check(request, cache, None, step)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("kind, scales", FORMATS, ids=lambda word: word or "plain")
 def test_latent_rows_of_any_bytes(kind, scales):
     """Scales that are no numbers, and numbers that are none."""
@@ -244,6 +247,7 @@ def test_calls_over_keys(kind, scales, saved, monkeypatch):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("kind, scales", FORMATS, ids=lambda word: word or "plain")
 def test_calls_over_latent_rows(kind, scales, monkeypatch):
     step, pages = tables([6, 13, 0, 8, 2], 4)

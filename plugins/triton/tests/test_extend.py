@@ -169,6 +169,7 @@ def check(
     return out
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("page_size, config, layout", [
     (1, SMALL, "NHD"), (5, SMALL, "HND"), (16, SMALL, "NHD"), (16, SPLIT, "HND"), (64, SPLIT, "NHD"),
     (64, BOXES, "NHD"), (16, BOXES, "HND"), (33, SPLIT, "NHD"), (5, None, "NHD"), (64, None, "HND"),
@@ -177,6 +178,7 @@ def test_s9_pages_of_any_size_in_both_layouts(page_size, config, layout):
     check(page_size=page_size, config=config, layout=layout)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("dtype, config, page_size", [
     (torch.bfloat16, SMALL, 5), (torch.bfloat16, BOXES, 32), (torch.float16, SPLIT, 16),
 ])  # fmt: skip
@@ -184,16 +186,19 @@ def test_half_precision(dtype, config, page_size):
     check(dtype=dtype, config=config, page_size=page_size)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("widths", [(24, 40), (72, 96), (32, 64)])
 def test_head_dims_that_are_no_power_of_two_or_not_equal(widths):
     check(widths=widths, config=BOXES, page_size=16)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 1)])
 def test_groups_of_any_size_fill_a_tile(heads):
     check(heads=heads, config=SMALL)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("config", [SMALL, BOXES])
 @pytest.mark.parametrize("rule", [
     {"causal": False},
@@ -212,6 +217,7 @@ def test_s4_pages_before_a_window_are_not_read():
         check(lens=((3, 70), (2, 90)), page_size=5, config=config, window=(9, -1), unread=10)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("numbers", [
     {"softcap": 1.5},
     {"sinks": torch.tensor([0.3, -2.0, float("-inf"), 30.0])},
@@ -232,6 +238,7 @@ def masks(shape, additive):
     return torch.randn(shape, generator=generator).masked_fill(~mask, float("-inf"))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("shape", [(5, 4, 11, 45), (1, 1, 11, 45)])
 def test_s8_masks(shape, additive):
@@ -249,6 +256,7 @@ def trees(lens):
     return mask
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("lens", [((7, 50), (7, 7), (7, 41)), MIXED])
 @pytest.mark.parametrize("config, page_size, causal", [(SMALL, 5, False), (SPLIT, 16, True), (BOXES, 32, False)])
 def test_s8_trees(config, page_size, causal, lens):
@@ -273,6 +281,7 @@ def test_s8_of_a_tree_only_the_last_columns_are_read():
         torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kv_dtype, kv_scales", [
     ("fp8_e4m3", "tensor"), ("fp8_e4m3", "token"), ("fp8_e5m2", "head"), ("int8", "head"), ("int8", "token"),
     ("fp8_e4m3", ""), ("fp4_e2m1", "block16"),
@@ -282,12 +291,14 @@ def test_s9_quantised_caches(kv_dtype, kv_scales, new_rows):
     check(kv=(kv_dtype, kv_scales), widths=(32, 48), new_rows=new_rows, page_size=5, config=SMALL)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kv", [("fp8_e4m3", "token"), ("fp4_e2m1", "block16"), ("int8", "tensor")])
 def test_s9_quantised_caches_in_bfloat16(kv):
     check(kv=kv, widths=(32, 32), dtype=torch.bfloat16, page_size=32, config=BOXES, layout="HND", new_rows=True)
     check(kv=kv, widths=(96, 80), dtype=torch.bfloat16, page_size=16, config=SPLIT)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("config, page_size", [(SMALL, 5), (BOXES, 16)])
 @pytest.mark.parametrize("rule", [
     {}, {"window": (6, -1)}, {"chunk": 9}, {"window": (3, 3), "causal": False, "sinks": torch.ones(4)},
@@ -311,6 +322,7 @@ RANGED = {
 """What differs from causal float32 with pages of 5 tokens, for keys in ranges."""
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", RANGED)
 def test_s5_s6_ranges_of_keys_are_parts_of_the_whole(name):
     """Sinks count once, when the parts are merged; a range without keys weighs nothing."""

@@ -62,6 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("listed", some, ids=["-".join(map(str, task)) for task in some])
 
 
+@pytest.mark.slow(keep=1)
 def test_compiles_for_hopper(variant: str) -> None:
     dims, config, causal, windowed = VARIANTS[variant]
     found = elsewhere("dense", *dims, dataclasses.asdict(config), causal, windowed)
@@ -73,6 +74,7 @@ def test_compiles_for_hopper(variant: str) -> None:
     assert overlaps(found["ptx"]) or not config.overlap
 
 
+@pytest.mark.slow(keep=1)
 def test_lists_compile_for_hopper(listed: tuple[Any, ...]) -> None:
     found = elsewhere("listed", *listed)
     assert "cp.async.bulk.tensor.4d" in found["ptx"]
@@ -182,6 +184,7 @@ def configured(cases: list[Case]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(("case", "config"), configured(SMALL[:1]) + [(case, "table") for case in SMALL[1:]], ids=str)
 def test_emulated(case: Case, config: str, emulated: None) -> None:
     case.check("cpu", CONFIGS[config])
@@ -217,6 +220,27 @@ def test_consumers_pass_blocks_that_they_do_not_see(emulated: None, monkeypatch:
     # Two products a block of 128 keys. Rows in 64s see 1, 1, 2 and 2 of them; two consumers of the second tile have no
     # rows, and begin with a block all the same.
     assert len(made) == 2 * (1 + 1 + 2 + 2 + 1 + 1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "causal", "consumers"),
+    [
+        (100, False, 2),
+        (192, False, 3),
+        (217, False, 2),  # two tiles of 128 or two of 192
+        (256, False, 2),
+        (310, False, 3),  # three tiles of 128 take longer than two of 192
+        (640, False, 3),  # five of 128, four of 192
+        (640, True, 2),
+        (8192, True, 3),
+    ],
+)
+def test_rows_that_three_consumers_would_not_have_go_to_two(queries: int, causal: bool, consumers: int) -> None:
+    sizes = [(4, queries, 8, 64)] * 4
+    axes = [(size, (queries * 512, 512, 64, 1)) for size in sizes]
+    spec = Spec(1.0, right=0) if causal else Spec(1.0)
+    plan = hopper_forward._Plan("BSHD", spec, None, torch.device("cpu"), axes)
+    assert plan.options["WARPGROUPS"] == consumers
 
 
 @pytest.mark.parametrize(("tokens", "batch", "heads_k"), [(1024, 16, 32), (4096, 4, 8), (4096, 4, 32), (16384, 1, 32)])
@@ -308,6 +332,7 @@ class Sparse:
         assert torch.equal(out, call()[0])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -326,6 +351,7 @@ def test_lists_emulated(case: Sparse, emulated: None) -> None:
     case.check("cpu")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(
     "case",

@@ -104,6 +104,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_emulated(case: Case, emulated: None) -> None:
     case.check("cpu")
@@ -130,6 +131,7 @@ def test_on_hopper(case: Case, on_hopper: None) -> None:
     case.check("cuda")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("width", "causal", "windowed"), [(64, False, True), (128, True, False)])
 def test_compiles_for_hopper(width: int, causal: bool, windowed: bool) -> None:
     found = elsewhere("gradients", width, width, causal, windowed)

@@ -49,21 +49,43 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_emulated(emulated: list[Any], name: str) -> None:
-    lens, queries, heads, page_size, causal = CASES[name]
+FP8 = {"ragged": torch.bfloat16, "whole pairs": torch.float16, "pages of 1": torch.bfloat16, "drafts": torch.float16}
+STORED = (torch.float8_e4m3fn, torch.uint8)
+"""Without scales, and with them."""
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("name", "dtype", "stored"),
+    [
+        *((name, torch.bfloat16, torch.bfloat16) for name in CASES),
+        *((name, dtype, stored) for name, dtype in FP8.items() for stored in STORED),
+    ],
+)
+def test_emulated(emulated: list[Any], name: str, dtype: torch.dtype, stored: torch.dtype) -> None:
+    lens, queries, heads, page_size, causal = CASES.get(name) or ([70, 0, 131], 1, 24, 1, False)
     torch.manual_seed(len(name))
     columns = -(-max(lens) // page_size)
     order = torch.randperm(len(lens) * columns)
     table = order.view(len(lens), columns)
-    cache = torch.full((len(order), page_size, 576), float("nan"), dtype=torch.bfloat16)
+    if stored == torch.uint8:
+        cache = torch.full((len(order), page_size, 656), 255, dtype=stored)
+    else:
+        cache = torch.full((len(order), page_size, 576), float("nan")).to(stored)
     rows = []
     for n, k in enumerate(lens):
         i = torch.arange(k)
-        cache[table[n, i // page_size], i % page_size] = torch.randn(k, 576).bfloat16()
-        rows.append(cache[table[n, i // page_size], i % page_size])
-    query = torch.randn(len(lens) * queries, heads, 576).bfloat16()
-    out = torch.full((len(query), heads, 512), float("nan"), dtype=torch.bfloat16)
+        drawn = torch.randn(k, 576).bfloat16()
+        if stored == torch.uint8:
+            # Groups of a row have scales that differ.
+            packed = mla_pack_fp8(drawn * (torch.arange(576) // 128 * 0.5 + 0.5))
+            cache[table[n, i // page_size], i % page_size] = packed
+            rows.append(mla_unpack(packed).to(dtype))
+        else:
+            cache[table[n, i // page_size], i % page_size] = drawn.to(stored)
+            rows.append(drawn.to(stored).to(dtype))
+    query = torch.randn(len(lens) * queries, heads, 576).to(dtype)
+    out = torch.full((len(query), heads, 512), float("nan"), dtype=dtype)
     lse = torch.full((len(query), heads), float("nan"))
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     starts = torch.arange(0, len(query) + 1, queries, dtype=torch.int32)
@@ -93,6 +115,7 @@ def test_emulated(emulated: list[Any], name: str) -> None:
         torch.testing.assert_close(lse[here].double(), wanted_lse[0], rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("heads", "topk", "page_size", "parts", "new", "fp8"),
     [
@@ -162,12 +185,16 @@ def test_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper.takes(query, torch.zeros(5, 16, 576, dtype=torch.bfloat16), out, 64, 64)
     wide = torch.zeros(5, 64, 584, dtype=torch.bfloat16)[..., :576]
     assert hopper.takes(query, wide, out, 64, 64)
+    fp8 = torch.zeros(5, 1, 576).to(torch.float8_e4m3fn)
+    assert hopper.takes(query, fp8, out, 64, 64), "pages of any size"
     for refused in (
         (query, torch.zeros(5, 48, 576, dtype=torch.bfloat16), out, 64, 64),
         (query, torch.zeros(5, 8, 576, dtype=torch.bfloat16), out, 64, 64),
         (query, cache.half(), out, 64, 64),
         (query.float(), cache.float(), out, 64, 64),
         (query, cache, out, 32, 64),
+        (query, fp8.to(torch.float8_e5m2), out, 64, 64),
+        (query, torch.zeros(5, 2, 576).to(torch.float8_e4m3fn)[:, :1], out, 64, 64),
         # What is no multiple of 16 is compiled for numbers of any kind, and cp.async for none of two bytes.
         (torch.zeros(3, 16, 584, dtype=torch.bfloat16)[..., :576], cache, out, 64, 64),
         (torch.zeros(3, 16, 577, dtype=torch.bfloat16)[..., 1:], cache, out, 64, 64),
@@ -186,7 +213,7 @@ def test_takes_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         assert hopper.takes_listed(query.half(), cache, out.half())
     for page_size in (64, 48, 1):
         assert hopper.takes_listed(query, torch.zeros(5, page_size, 576, dtype=torch.bfloat16), out)
-    assert not hopper.takes(query, fp8, out, 64, 64), "whole sequences are not of FP8 rows"
+    assert hopper.takes(query, fp8, out, 64, 64)
     for refused in (
         (query.float(), fp8, out),
         (query, torch.zeros(5, 64, 576, dtype=torch.float16), out),
@@ -200,16 +227,21 @@ def test_takes_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not hopper.takes_listed(*refused)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_compiles_for_hopper(page_size: int) -> None:
-    found = elsewhere("latent", page_size, True)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("page_size", "fp8"), [(16, ""), (64, ""), (64, "bf16")])
+def test_compiles_for_hopper(page_size: int, fp8: str) -> None:
+    found = elsewhere("latent", page_size, True, fp8)
     # Two consumers and a warpgroup that copies.
     assert found["warps"] == 12
     assert found["stack"] is None or found["stack"] <= 64
     assert found["registers"] is None or found["registers"] * found["warps"] * 32 <= 65536
     assert "cp.async.cg.shared.global" in found["ptx"]
+    if fp8:
+        # A thread converts two numbers at a time, of the 64 x 576 of two blocks.
+        assert found["ptx"].count("cvt.rn.f16x2.e4m3x2") == 2 * 64 * 576 // 128 // 2
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("wide", "fp8"), [(False, ""), (True, ""), (False, "fp16"), (True, "bf16")])
 def test_lists_compile_for_hopper(wide: bool, fp8: str) -> None:
     found = elsewhere("listed_latent", 64, wide, fp8)

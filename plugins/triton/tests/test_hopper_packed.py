@@ -93,12 +93,56 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_emulated(emulated: None, name: str, with_sinks: bool) -> None:
     problem = Problem(**CASES[name], with_sinks=with_sinks)
     problem.run()
     problem.check()
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The counters of tiles that launches are given."""
+    found: list[Tensor] = []
+    zeros = torch.zeros
+
+    def noted(*sizes: Any, **options: Any) -> Tensor:
+        made = zeros(*sizes, **options)
+        if sizes == (1,):
+            found.append(made)
+        return made
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    return found
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("name", ["one and many", "D 128", "window"])
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_programs_take_the_next_tile_of_all(
+    emulated: None, counters: list[Tensor], name: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of many lengths: tiles after the first of each program are counted."""
+    problem = Problem(**CASES[name])
+    monkeypatch.setattr(hopper.runtime, "processors", lambda device: programs)
+    problem.run()
+    problem.check()
+    heads = problem.key.shape[1]
+    group = problem.query.shape[1] // heads
+    config = hopper.config_for(torch.device("cpu"), problem.query.dtype, problem.query.shape[2], 0, group)
+    there = (len(problem.query) * group // config.rows + len(problem.lens)) * heads
+    # Each program asks once more than it gets; where all have one of their own, nobody asks.
+    assert [int(x) for x in counters] == ([there] if there > programs else [])
+
+
+def test_even_batches_count_nothing(emulated: None, counters: list[Tensor]) -> None:
+    """Their tiles are dealt out, which costs no launch beside."""
+    problem = Problem(**CASES["one length"])
+    problem.run()
+    problem.check()
+    assert not counters
 
 
 def drawn(seed: int) -> Problem:
@@ -118,6 +162,7 @@ def drawn(seed: int) -> Problem:
     )  # fmt: skip
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("seed", range(24))
 def test_emulated_as_drawn(emulated: None, seed: int) -> None:
     problem = drawn(seed)
@@ -327,6 +372,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("variant", VARIANTS if metafunc.config.getoption(FULL, False) else SHORT)
 
 
+@pytest.mark.slow(keep=1)
 def test_compiles_for_hopper(variant: str) -> None:
     width, group, causal, left, sinks, uniform = VARIANTS[variant]
     found = elsewhere("extend", width, 0, group, causal, left, False, sinks, uniform)

@@ -12,6 +12,7 @@ from polyattn_triton.kernels.index import index_scores
 PAGE, LENS, NEW = 16, (200, 33, 0, 5), (20, 1, 1, 5)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("heads", "width", "dtype"), [(3, 40, torch.float32), (20, 128, torch.bfloat16)])
 def test_scores_in_pages(heads: int, width: int, dtype: torch.dtype, packed: bool) -> None:
@@ -39,6 +40,7 @@ def test_scores_in_pages(heads: int, width: int, dtype: torch.dtype, packed: boo
             torch.testing.assert_close(scores[some][m, :seen], wanted[m, :seen], rtol=limit, atol=limit * width**0.5)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("page", "width", "dtype"), [(64, 128, torch.bfloat16), (48, 40, torch.float32)])
 def test_one_query_goes_through_several_tiles_of_keys(page: int, width: int, dtype: torch.dtype, packed: bool) -> None:

@@ -54,6 +54,7 @@ def found(first: str, switch: str | None) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("first", ["", IMPORTED], ids=["before Triton", "after Triton"])
 @pytest.mark.parametrize("switch", [None, "0"])
 def test_without_the_switch_it_is_unavailable_and_says_what_to_do(first: str, switch: str | None) -> None:
@@ -70,6 +71,7 @@ def test_without_the_switch_it_is_unavailable_and_says_what_to_do(first: str, sw
     assert seen["switch"] == switch, "the switch is the user's"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("first", ["", IMPORTED], ids=["before Triton", "after Triton"])
 def test_with_the_switch_it_is_available_and_right(first: str) -> None:
     seen = found(first, "1")
@@ -78,6 +80,7 @@ def test_with_the_switch_it_is_available_and_right(first: str) -> None:
     assert (seen["automatic"], seen["blocks"]) == ("torch_sdpa", "torch_sdpa"), "an interpreter is a last resort"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "first, switch, why, action",
     [

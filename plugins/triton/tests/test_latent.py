@@ -90,6 +90,7 @@ class Call:
         torch.testing.assert_close(found[1], lse, rtol=1e-5, atol=1e-5 if exact else 1e-2)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("call", "options"),
     [
@@ -115,6 +116,7 @@ def test_values(call: Call, options: dict[str, Any]) -> None:
     call.check(call.run(call.launch(), **options), **options)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["bool", "added"])
 def test_masks(kind: str) -> None:
     call = Call(EXTEND)
@@ -139,6 +141,7 @@ def test_of_a_tree_only_its_own_columns_are_read() -> None:
     call.check(found, attn_mask=mask, causal=False)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("parts", [2, 3, 7, 40])
 @pytest.mark.parametrize("lengths", [RAGGED, EXTEND, ((1, 0), (1, 300), (1, 0)), ((1, 0), (1, 0))])
 def test_shares_of_any_number(lengths: tuple[tuple[int, int], ...], parts: int) -> None:
@@ -149,6 +152,7 @@ def test_shares_of_any_number(lengths: tuple[tuple[int, int], ...], parts: int) 
     call.check(call.run(launch))
 
 
+@pytest.mark.slow
 def test_more_sequences_than_a_program_looks_at_together() -> None:
     call = Call(tuple((1, n % 3) for n in range(latent.LANES.value + 5)), heads=1, page=4, widths=(16, 0))
     for parts in (0, 2):
@@ -171,6 +175,7 @@ def test_a_request_has_the_same_bits_in_any_batch() -> None:
         assert torch.equal(found[1], lse[start : start + s_q])
 
 
+@pytest.mark.slow
 def test_a_request_has_the_same_bits_beside_many_rows() -> None:
     """Pieces are put together in one way: sums in another order are other bits."""
     batch = Call(((1, 300),) * 6, heads=64)
@@ -274,9 +279,32 @@ def test_one_sequence_fills_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "processors", lambda device: 132)
     monkeypatch.setattr(latent, "_class", lambda device: "hopper")
     kind = (torch.device("cpu"), torch.bfloat16, 128, (512, 64))
-    launch = latent.launch_for(*kind, 1, 1, 4096)
-    assert launch.tiles * launch.parts == 132 * launch.config.programs
-    assert not latent.launch_for(*kind, 600, 1, 4096).cut
+    for own in (False, True):
+        launch = latent.launch_for(*kind, 1, 1, 4096, own=own)
+        assert 132 - launch.tiles < launch.tiles * launch.parts <= 132
+        assert not latent.launch_for(*kind, 600, 1, 4096, own=own).cut
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "keys", "stored", "own", "rows"),
+    [
+        (7, 96, 131, "fp8_e5m2", False, 16), (15, 128, 213, "fp8_e5m2", False, 16),
+        (32, 128, 500, "fp8_e5m2", False, 64),
+        (4, 128, 3000, "fp8_e5m2", False, 64), (32, 16, 4000, "fp8_e5m2", False, 16), (32, 32, 16000, "", False, 32),
+        (7, 96, 131, "fp8_e4m3", True, 16), (15, 128, 213, "fp8_e4m3", True, 64), (30, 96, 70, "fp8_e4m3", True, 64),
+        (8, 24, 2693, "fp8_e4m3", True, 64), (1, 16, 4000, "fp8_e4m3", True, 16), (4, 40, 1534, "fp8_e4m3", True, 64),
+        (8, 32, 400, "", True, 16), (32, 16, 16000, "", True, 64), (64, 8, 1000, "", True, 64),
+        (1, 32, 4000, "", True, 16), (600, 16, 4000, "", True, 16),
+    ],
+)  # fmt: skip
+def test_rows_of_a_tile_on_a_hopper(
+    sequences: int, heads: int, keys: int, stored: str, own: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was fastest on an H200, or cannot be what the Hopper kernel takes."""
+    monkeypatch.setattr(runtime, "processors", lambda device: 132)
+    monkeypatch.setattr(latent, "_class", lambda device: "hopper")
+    kind = (torch.device("cpu"), torch.bfloat16, heads, (512, 64))
+    assert latent.launch_for(*kind, sequences, 1, keys, stored=stored, own=own).config.rows == rows
 
 
 def test_masks_that_are_added_leave_room_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

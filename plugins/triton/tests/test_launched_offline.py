@@ -107,6 +107,7 @@ def _check(target: str, *problems: Problem, room_only: bool = False) -> None:
             assert any(kernel.wgmma for kernel in launched), f"{problem}: no wgmma"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942"])
 def test_compilers_take_what_is_launched(target: str, pytestconfig: pytest.Config) -> None:
     """On an A100, whose assembler has spoilt nothing so far, up to what it is given; all of it with --polyattn-full."""

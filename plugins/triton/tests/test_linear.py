@@ -52,6 +52,7 @@ def states(count: int, layout: str = "KV") -> Tensor:
     return torch.randn(count, H_V, *((D, D_V) if layout == "KV" else (D_V, D)), device=DEVICE)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["KV", "VK"])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_prompts_and_decode(method: str, layout: str) -> None:
@@ -62,6 +63,7 @@ def test_prompts_and_decode(method: str, layout: str) -> None:
     both(inputs(method, 1), state=states(B, layout), state_layout=layout, qk_norm=True)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("S", [S, LONG])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
@@ -72,6 +74,7 @@ def test_halves(method: str, S: int, dtype: torch.dtype) -> None:
     assert (out.dtype, state.dtype) == (dtype, torch.float32)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("bound, beta_range", [(0.0, 1), (-5.0, 2)])
 @pytest.mark.parametrize("S", [S, LONG])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
@@ -83,6 +86,7 @@ def test_raw_gates(method: str, S: int, bound: float, beta_range: int) -> None:
     both({**given, **learned}, gate_bound=bound, beta_range=beta_range, qk_norm=True, state=states(B))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("S", [S, LONG])
 def test_slots_are_updated_where_they_are(S: int) -> None:
     # Slots of a table lie apart.
@@ -98,6 +102,7 @@ def test_slots_are_updated_where_they_are(S: int) -> None:
     assert (out[1] == 0).all()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_packed_sequences(method: str) -> None:
     given = inputs(method, LONG)
@@ -107,6 +112,7 @@ def test_packed_sequences(method: str) -> None:
     assert torch.equal(last[1], first[1])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("trained", [False, True])
 def test_lengths_that_are_a_column(trained: bool) -> None:
     flat = {n: t.reshape(1, B * S, *t.shape[2:]) if isinstance(t, Tensor) else t for n, t in inputs("gdn").items()}
@@ -118,6 +124,7 @@ def test_lengths_that_are_a_column(trained: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layout", ["KV", "VK"])
 @pytest.mark.parametrize("tree", [False, True])
 def test_every_draft_leaves_its_state(tree: bool, layout: str) -> None:
@@ -150,6 +157,7 @@ def differentiated(given: dict[str, Any], state: Tensor, backend: str, **options
     return torch.autograd.grad(out.float().sin().sum() + last.cos().sum(), leaves)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("S", [S, LONG])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_gradients(method: str, S: int) -> None:
@@ -160,6 +168,7 @@ def test_gradients(method: str, S: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_gradients_of_packed_sequences(method: str, dtype: torch.dtype) -> None:
@@ -188,6 +197,7 @@ def test_strided_rows_and_widths_of_one() -> None:
     both({**given, "value": given["value"][..., :1], "query": given["query"][..., :1], "key": given["key"][..., :1]})
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_chunks_are_the_recurrence_however_fast_channels_decay(method: str, chunk: int) -> None:
@@ -207,6 +217,7 @@ def test_chunks_are_the_recurrence_however_fast_channels_decay(method: str, chun
         assert (one - other).norm() <= 1e-4 * other.norm()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_a_state_that_is_forgotten_leaves_the_decays_after_it_exact(method: str) -> None:
     given = inputs(method, LONG)
@@ -222,6 +233,7 @@ def test_a_state_that_is_forgotten_leaves_the_decays_after_it_exact(method: str)
     assert polyattn.linear_attention(**given, backend="triton")[1].isnan().all()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("cut", [Cut(16, 4, 3), Cut(32, 4, 3), Cut(64, 4, 2), Cut(32, 4, 2), Cut(64, 8, 2)])
 @pytest.mark.parametrize("method", ["gdn", "kda"])
 def test_however_a_state_is_cut_its_columns_are_the_same(method: str, cut: Cut) -> None:

@@ -24,6 +24,7 @@ def lists(topk: int, generator: torch.Generator) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
     ("heads", "width", "d_c", "fp8", "dtype"),

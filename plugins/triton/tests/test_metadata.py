@@ -97,6 +97,7 @@ def test_tables_and_tokens(seed, page_size, mode):
     assert torch.equal(slots, step.slots)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("window", [0, 5, 40, 1000])
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 def test_windows_and_finer_pages_in_the_same_launch(window, mode):
@@ -161,6 +162,7 @@ def test_drafts_of_a_tree():
     assert torch.equal(slots, step.slots)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kept", [("kv_indices",), ("kv_indptr",), ("cu_seqlens_k", "last_page_len"), ("page_table",)])
 def test_only_what_is_wanted(kept, monkeypatch):
     monkeypatch.setattr(metadata, "_COLUMNS", 4)  # several programs to a row

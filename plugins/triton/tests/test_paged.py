@@ -80,6 +80,7 @@ def reference(tensors: list[Tensor], tables: dict[str, Any], **options: Any) -> 
     return paged_attention(*(t.clone() for t in tensors), **tables, **options, return_lse=True, backend="reference")
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("lens", "request_", "kernel"), [
     ([(1, 40), (1, 7)], DECODE, "decode"),
     ([(3, 40), (2, 7)], REQUEST, "decode"),
@@ -102,14 +103,15 @@ def test_one_long_prefix_is_split_whatever_the_queries(used: list[str]) -> None:
     assert not call.few(device, 8, 2, 4, (100, 100_000))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("queries", "changed", "kernels"),
     [
         (35, {}, ["extend", "merge"]),
         (35, {"window": (900, -1)}, ["extend", "merge"]),
         (35, {"window": (60, -1)}, ["decode"]),  # where a window is short, few keys are seen by all queries
-        (20, {}, ["extend", "merge"]),
-        (16, {}, ["decode"]),
+        (33, {}, ["extend", "merge"]),
+        (32, {}, ["decode"]),
         (20, {"batch_invariant": True}, ["extend"]),
     ],
 )
@@ -132,6 +134,7 @@ def test_batch_invariance_chooses_by_the_request_alone(request_: AttentionReques
     assert {call.few(torch.device("cpu"), n, 2, 4, longest) for n in (1, 64) for longest in lengths} == {few}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("save", [False, True])
 def test_s9_new_rows_are_written_if_and_only_if_asked(used: list[str], save: bool) -> None:
     request = dataclasses.replace(REQUEST, save_kv_cache=save)

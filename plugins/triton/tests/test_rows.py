@@ -56,6 +56,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("side", ["queries", "keys"])
 @pytest.mark.parametrize("grid", [GRID, (4, 8, 8)], ids=str)
 def test_blocks_are_gathered_with_their_means_and_gradients(both: Any, side: str, grid: tuple[int, int, int]) -> None:
@@ -76,6 +77,7 @@ def test_blocks_are_gathered_with_their_means_and_gradients(both: Any, side: str
     assert_same(*both(run))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("shape", [(2, 3, TOKENS, 24), (1, 1, 1, 1), (1, 3, TOKENS, 1)], ids=str)
 def test_rows_go_back_with_a_gated_coarse_part(both: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
@@ -140,6 +142,7 @@ class Inner:
         return polyattn.attention(query, key, value, layout="BHSD")
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("coarse", ["gate", "off"])
 def test_a_method_computes_the_same_with_kernels(both: Any, coarse: str) -> None:
     torch.manual_seed(4)
@@ -169,6 +172,7 @@ def test_means_of_blocks_in_order(both: Any, block: int) -> None:
     assert (BlockOps.pooled(x, block) is None) == (block == 48)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("feature_map", ["softmax", "elu", "relu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_sparse_linear_attention_is_the_same_with_kernels(both: Any, feature_map: str, bias: bool) -> None:
@@ -198,6 +202,7 @@ def test_the_nearest_centroid_and_the_first_of_equals(both: Any) -> None:
     assert not bool((found == 69).any())
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("tokens", "clusters"), [(1000, 7), (256, 300), (3, 1)])
 def test_tokens_in_the_order_of_their_clusters(both: Any, tokens: int, clusters: int) -> None:
     torch.manual_seed(8)
@@ -206,6 +211,7 @@ def test_tokens_in_the_order_of_their_clusters(both: Any, tokens: int, clusters:
     assert_same(*both(lambda: _Side.of(labels, clusters, 64)[1:]))
 
 
+@pytest.mark.slow
 def test_k_means_and_clustered_attention_are_the_same_with_kernels(both: Any) -> None:
     torch.manual_seed(9)
     q, k, v = (torch.randn(1, 700, heads, 24).transpose(1, 2) for heads in (4, 2, 2))
@@ -240,6 +246,7 @@ class NoContents(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("scale", [0.3, -0.2])
 @pytest.mark.parametrize("held", [128, 0])
 def test_queries_meet_the_chunks_that_they_chose(held: int, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +272,7 @@ def test_queries_meet_the_chunks_that_they_chose(held: int, scale: float, monkey
     torch.testing.assert_close(out.transpose(1, 2).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("grid", "threshold"), [((4, 5, 6), None), ((4, 5, 6), 0.7), ((10, 5, 6), 0.25)], ids=str)
 def test_queries_choose_chunks_and_merge_what_they_found(
     both: Any, threshold: float | None, grid: tuple[int, int, int]

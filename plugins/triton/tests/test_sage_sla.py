@@ -58,6 +58,7 @@ def listed(query: Tensor, key: Tensor, blocks: tuple[int, int], kept: int) -> Li
     return Lists(torch.full(chosen.shape[:3], kept, dtype=torch.int32, device=DEVICE), chosen, None, *blocks)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("tokens", "block"), [(200, 64), (200, 128), (128, 64), (3, 64)])
 def test_integers_are_those_of_the_definition(tokens: int, block: int) -> None:
     key = tensors(tokens)[1]
@@ -71,6 +72,7 @@ def test_integers_are_those_of_the_definition(tokens: int, block: int) -> None:
     assert (least > 0).all()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_the_method_is_the_one_that_core_emulates(blocks: tuple[int, int], dtype: torch.dtype) -> None:

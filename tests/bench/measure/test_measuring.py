@@ -69,6 +69,7 @@ def workload(name: str) -> Workload:
     return Workload(AttentionRequest(**given), lengths, shared=48 if fields.get("kv_parts") else 0)
 
 
+@pytest.mark.slow(keep=13)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_candidate_is_right(name):
     asked = workload(name)

@@ -350,6 +350,7 @@ def test_verdicts_are_kept_before_anything_is_run_here(odd, store, monkeypatch):
     assert [held.backend for held in TuningStore(store).quarantined()] == ["lies"]
 
 
+@pytest.mark.slow
 def test_who_ends_the_tuner_twice_is_left_out_from_then_on(odd, store):
     odd("later", "quick")
     for left in (2, 1):
@@ -1387,6 +1388,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("modes", [("use", "use"), ("use", "off")])
 def test_ranks_with_different_stores_raise(tmp_path, modes):
     best = ("torch_native", "torch_native" if modes[1] == "off" else "")

@@ -245,6 +245,7 @@ torch.compile(polyattn.attention, fullgraph=True, backend="eager")(q, q, q)
 """
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("program", [RUN, COMPILED])
 def test_a_run_warns_once_of_a_variable_that_nothing_reads(program: str) -> None:
     environ = {**os.environ, "POLYATTN_ATENTION_BACKEND": "reference"}

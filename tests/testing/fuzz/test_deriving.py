@@ -24,6 +24,7 @@ def test_every_way_is_drawn():
     assert {draw(7, n).way for n in range(1500)} == {"", CHANGED, *WAYS}
 
 
+@pytest.mark.slow(keep=27)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("request_", [{}, {"sinks": True}, {"lse": True}, {"mask": "bool"}], ids=str)
 @pytest.mark.parametrize("way", [*WAYS, CHANGED])

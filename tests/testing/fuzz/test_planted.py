@@ -23,6 +23,7 @@ CALLS = 400
 """Calls in which each bug is found, however slow the machine is: in 40 seeds the rarest took 170 at most."""
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_bugs_are_found_within_the_calls_of_a_run_in_ci(seed: int) -> None:
     for name, bug in BUGS.items():
@@ -42,6 +43,7 @@ def test_no_bug_is_found_where_there_is_none() -> None:
     assert sum(verdict.word == "agreed" for verdict in verdicts) > 120
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_in_its_families_only(name: str) -> None:
     others = {"dense", "varlen", "paged", "mla"} - set(BUGS[name].families)
@@ -84,6 +86,7 @@ def test_the_page_lists_every_bug() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.M)) == {bug.name: bug.what for bug in BUGS.values()}
 
 
+@pytest.mark.slow(keep=16)
 @pytest.mark.parametrize("name", BUGS)
 def test_out_is_written_by_backends_with_a_bug_too(name: str) -> None:
     q = torch.randn(1, 3, 2, 4)

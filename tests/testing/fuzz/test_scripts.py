@@ -31,6 +31,7 @@ def imports(text: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", BUGS)
 def test_the_script_of_a_bug_fails_for_it_and_for_nobody_else(name: str, tmp_path: Path) -> None:
     with planted(name) as backend:
