@@ -79,6 +79,8 @@ class _Call:
         self.parts_on_hopper = r.platform == "cuda" and not r.batch_invariant and hopper.takes_parts(r)
         self.mask = "" if r.mask == "none" else "tree" if r.tree and r.mask == "bool" else r.mask
         self.cut_on_hopper = self.on_hopper and not self.mask and r.window[0] < 0
+        padded = r.head_dim & (r.head_dim - 1)
+        self.scattered = r.page_size == 1 and r.kv_storage == r.dtype and not padded and not self.mask
         # Fewer are a small tile of `decode`; of 8 bits or narrow heads, and under a mask, half a tile of `extend` takes
         # no less.
         self.small = _FEW // 2 if r.kv_storage == r.dtype and not self.mask and r.head_dim > _NARROW else _FEW
@@ -110,8 +112,9 @@ class _Call:
             return hopper.ranges_for(
                 device, dtype, sequences, max_seqlen_q, max_seqlen_k, heads, group, r.head_dim, r.page_size
             )
-        # `decode` would merge all parts of a large tile in one program.
-        idle = self._idle(device, sequences, heads, group, longest)
+        # Where each key has a page of its own, `decode` with its small tiles waits for them as well as ranges do, and
+        # needs no merging after it.
+        idle = not self.scattered and self._idle(device, sequences, heads, group, longest)
         return extend_ranges(device, sequences, max_seqlen_q, span, heads, group) if idle else 1
 
     # ------------------------------------------------------------------------------------------------------ calls
