@@ -127,6 +127,23 @@ def test_keys_are_cut_where_tiles_of_queries_are_few(
     assert used == kernels
 
 
+@pytest.mark.parametrize(
+    ("changed", "cut"),
+    [
+        ({"page_size": 1}, False),
+        ({"page_size": 2}, True),
+        ({"page_size": 1, "head_dim": 96}, True),  # `decode` computes what fills a head of no power of two
+        ({"page_size": 1, "kv_dtype": "fp8_e4m3"}, True),
+    ],
+)
+def test_keys_with_a_page_each_are_decoded(changed: dict[str, Any], cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged.runtime, "processors", lambda device: 132)
+    call = paged._Call(dataclasses.replace(REQUEST, **changed).normalised())
+    batch = (torch.device("cpu"), 1, 2, 2, (100, 8000))
+    assert (call.ranges(*batch) > 1) is cut
+    assert call.few(*batch)
+
+
 @pytest.mark.parametrize(("request_", "few"), [(DECODE, True), (REQUEST, False)], ids=["decode", "extend"])
 def test_batch_invariance_chooses_by_the_request_alone(request_: AttentionRequest, few: bool) -> None:
     call = paged._Call(dataclasses.replace(request_, batch_invariant=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,12 @@ from torch import Tensor
 from polyattn_triton import runtime
 from polyattn_triton.hopper.forward import Axes, View, axes_of, describable, described, on_hopper, plain
 from polyattn_triton.kernels.arguments import strides_of
-from polyattn_triton.kernels.backward import partial, shares
-from polyattn_triton.kernels.gradient_sums import finish, prepare
+from polyattn_triton.kernels.gradient_sums import add_up, finish, partial, prepare
 from polyattn_triton.kernels.pools import Memory
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.kernels.tiles import Spec
 
-__all__ = ["KEYS", "LINE", "ROWS", "STAGES", "backward", "columns_of", "fits", "takes"]
+__all__ = ["KEYS", "LINE", "ROWS", "STAGES", "backward", "columns_of", "fits", "heads_of", "steps_of", "takes"]
 
 KEYS, ROWS = 128, 64
 """Keys of a program's tile, and query rows of a step: two tiles of scores, dK and dV fill the registers."""
@@ -27,6 +27,13 @@ STAGES = 2
 """Query tiles that are in shared memory at a time."""
 _TOGETHER = 32 << 20
 """Bytes of rows, and of their sums, of the heads whose tiles run at a time: an L2 of 50 MiB with room."""
+_MANY = 16
+"""Programs to a processor from which on their last round is a small part of all."""
+_ADDING = 3
+"""Steps that the launch takes which adds up parts."""
+_PART = {64: 500, 128: 800}
+"""Thousands of numbers of dK or dV, by the columns of a tile, that are stored and added up in the time of a step: of
+about 1.4 and 2.1 us on an H200."""
 
 
 def columns_of(width: int) -> int:
@@ -49,6 +56,42 @@ def takes(dtype: torch.dtype, width: int, v_width: int, *, spec: Spec, layout: s
     )
 
 
+def steps_of(tiles: int, blocks: int, s_q: int, s_k: int, offset: int, *, causal: bool, left: int) -> list[int]:
+    """Blocks of rows that see some key of each tile, as `backward_kernel._span` has them."""
+    found = []
+    for key in range(0, tiles * KEYS, KEYS):
+        low = max(key - offset, 0) // ROWS if causal else 0
+        last = min(key + KEYS, s_k) - 1 + left - offset + 1
+        high = blocks if left < 0 else -(-max(min(s_q, last), 0) // ROWS)
+        found.append(max(high - low, 0))
+    return found
+
+
+def heads_of(steps: Sequence[int], sequences: int, group: int, processors: int, part: float) -> int:
+    """How many of a group's query heads a program sums over: with fewer of them the last programs end sooner together,
+    and there are more parts of dK and dV to store and to add up.
+
+    Args:
+        steps: of a program of one head, by tile of keys. sequences: (sequence, key head) pairs.
+        part: what one more part of all of dK and dV costs, in steps.
+    """
+
+    def costs(each: int) -> float:
+        ways = group // each
+        programs, longest = len(steps) * sequences * ways, max(steps) * each
+        whole = sum(steps) * each * sequences * ways / processors
+        if min(steps) == max(steps):
+            time = -(-programs // processors) * float(longest)
+        else:
+            # Long ones begin first, and short ones fill up what is left.
+            time = max(longest, whole + sum(steps) / len(steps) * each / 2)
+        return time + (_ADDING + ways * part if ways > 1 else 0)
+
+    able = [each for each in range(group, 0, -1) if not group % each]
+    # Many programs fill any device, and are not worth a search.
+    return min(able, key=costs) if len(steps) * sequences < _MANY * processors else group
+
+
 class _Plan:
     """Launches for tensors of these shapes, wherever they lie."""
 
@@ -66,8 +109,9 @@ class _Plan:
             offset += spec.right
             left += spec.right if left >= 0 else 0
         group, blocks, tiles = heads // heads_k, -(-self.s_q // ROWS), -(-s_k // KEYS)
-        programs = tiles * batch * heads_k
-        self.each, _ = shares(programs, group, blocks, runtime.processors(device))
+        steps = steps_of(tiles, blocks, self.s_q, s_k, offset, causal=causal, left=left)
+        part = batch * heads_k * s_k * (width + v_shape[3]) / (_PART[self.columns] * 1e3)
+        self.each = heads_of(steps, batch * heads_k, group, runtime.processors(device), part)
         self.ways = group // self.each
         pairs = batch * heads_k * self.ways
         bytes_ = self.each * self.s_q * (width + v_shape[3] + 2 * self.columns) * 2
@@ -148,6 +192,5 @@ def backward(
     )  # fmt: skip
     finish(sums, dquery, layout=layout, factor=spec.scale)
     if ways > 1:
-        for grad, found in ((dkey, dk), (dvalue, dv)):
-            grad.copy_(found.unflatten(axis, (-1, ways)).sum(axis + 1))
+        add_up(dk, dv, dkey, dvalue, layout=layout)
     return dquery, dkey, dvalue

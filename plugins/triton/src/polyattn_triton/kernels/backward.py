@@ -37,13 +37,14 @@ from polyattn_triton.kernels.arguments import (
     units_of,
 )
 from polyattn_triton.kernels.choices import EPOCH, chosen
+from polyattn_triton.kernels.gradient_sums import add_up, partial
 from polyattn_triton.kernels.room import TOO_LARGE, Loop, Room, refuse
 from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import LOG2E, dot, logits
 from polyattn_triton.kernels.tiles import Spec, block, head_at, hidden, put, reach, rows_of, steps, tile_at
 from polyattn_triton.records.tuned import BACKWARD
 
-__all__ = ["Config", "backward", "narrow", "partial", "shares"]
+__all__ = ["Config", "backward", "narrow", "shares"]
 
 _FEWEST = 8
 """Blocks of rows that a part of a head's has at least (`shares`): its keys are loaded for it, its sums stored."""
@@ -381,13 +382,6 @@ def shares(programs: int, group: int, steps: int, processors: int) -> tuple[int,
     return 1, 1 << (parts.bit_length() - 1)  # few numbers, for each of which the kernel is compiled
 
 
-def partial(grad: Tensor, axis: int, ways: int) -> Tensor:
-    """Memory for so many parts of a gradient, side by side on the axis of its heads."""
-    shape = list(grad.shape)
-    shape[axis] *= ways
-    return grad.new_empty(shape, dtype=torch.float32)
-
-
 @runtime.on_its_device
 def backward(
     dout: Tensor,
@@ -477,6 +471,5 @@ def backward(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
     if ways > 1:
-        for grad, found in ((dkey, dk), (dvalue, dv)):
-            grad.copy_(found.unflatten(axis, (heads_k, ways)).sum(axis + 1))
+        add_up(dk, dv, dkey, dvalue, layout=layout)
     return dquery, dkey, dvalue

@@ -1,6 +1,7 @@
-"""What stands before and after a backward that adds dQ up in memory: the numbers of rows, and dQ in its own order.
+"""What stands before and after a backward whose programs share a gradient.
 
-`hopper.backward` launches these beside its kernel. Tiles are those of that kernel: M rows of one head.
+`prepare` and `finish` are for one that adds dQ up in memory (`hopper.backward`): the numbers of rows, and dQ in its own
+order, in that kernel's tiles of M rows of one head. `add_up` is for any whose dK and dV are sums of several programs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from polyattn_triton.kernels.rounding import cast
 from polyattn_triton.kernels.rules import LOG2E
 from polyattn_triton.kernels.tiles import head_at, put, rows_of
 
-__all__ = ["finish", "prepare"]
+__all__ = ["add_up", "finish", "partial", "prepare"]
 
 _NUMBERS = ["blocks", "heads", "s_q"]
+_ADDED = 2048
+"""Numbers of a tile of `_add_up`."""
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -70,6 +73,37 @@ def _finish(
     put(dquery, place, row < s_q, cast(found, dquery.dtype.element_ty), 0, D, WIDTH)
 
 
+@triton.jit
+def _sum(
+    parts, spz, spm, sph, grad, sgz, sgm, sgh, z, head, m, s, ways,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((M, COLUMNS), tl.float32)
+    for way in range(ways):
+        base = head_at(parts, z, z * 0, head * ways + way, spz, spm, sph)
+        total += rows_of(base, m, spm, s, M, 0, COLUMNS, WIDTH)
+    row = m + tl.arange(0, M)
+    place = z.to(tl.int64) * sgz + row.to(tl.int64) * sgm + head.to(tl.int64) * sgh
+    put(grad, place, row < s, cast(total, grad.dtype.element_ty), 0, COLUMNS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["blocks", "heads", "s", "ways"])
+def _add_up(
+    dk_parts, dv_parts, dkey, dvalue,
+    skz, skm, skh, svz, svm, svh, gkz, gkm, gkh, gvz, gvm, gvh, blocks, heads, s, ways,
+    D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """A tile of dK (programs of the first column) or dV, from its parts: always in the same order."""
+    pid = tl.program_id(0)
+    m = pid % blocks * M
+    head = pid // blocks % heads
+    z = pid // blocks // heads
+    if tl.program_id(1) == 0:
+        _sum(dk_parts, skz, skm, skh, dkey, gkz, gkm, gkh, z, head, m, s, ways, D, COLUMNS, M)
+    else:
+        _sum(dv_parts, svz, svm, svh, dvalue, gvz, gvm, gvh, z, head, m, s, ways, E, COLUMNS, M)
+
+
 @runtime.on_its_device
 def prepare(
     dout: Tensor, out: Tensor, lse: Tensor, *, layout: str, sizes: tuple[int, int, int], rows: int, columns: int
@@ -102,3 +136,32 @@ def finish(sums: Tensor, dquery: Tensor, *, layout: str, factor: float) -> None:
         sums, dquery, *strides_of(dquery, layout), -(-s_q // rows), heads, s_q, factor,
         WIDTH=dquery.shape[-1], M=rows, D=columns,
     )  # fmt: skip
+
+
+def partial(grad: Tensor, axis: int, ways: int) -> Tensor:
+    """Memory for so many parts of a gradient, side by side on the axis of its heads."""
+    shape = list(grad.shape)
+    shape[axis] *= ways
+    return grad.new_empty(shape, dtype=torch.float32)
+
+
+@runtime.on_its_device
+def add_up(dk: Tensor, dv: Tensor, dkey: Tensor, dvalue: Tensor, *, layout: str) -> None:
+    """Write `dkey` and `dvalue` from the parts that `partial` made room for, in one launch.
+
+    Args:
+        layout: BSHD, BHSD, or THD with [T, H_kv, D].
+    """
+    axis = 1 if layout == "BHSD" else -2
+    heads, tokens = dkey.shape[axis], dkey.shape[-2 if layout == "BHSD" else -3]
+    batch = 1 if layout == "THD" else dkey.shape[0]
+    width, v_width = dkey.shape[-1], dvalue.shape[-1]
+    columns = triton.next_power_of_2(max(width, v_width))
+    rows = max(_ADDED // columns, 1)
+    blocks = -(-tokens // rows)
+    if blocks:
+        _add_up[(batch * heads * blocks, 2)](
+            dk, dv, dkey, dvalue, *strides_of(dk, layout), *strides_of(dv, layout), *strides_of(dkey, layout),
+            *strides_of(dvalue, layout), blocks, heads, tokens, dk.shape[axis] // heads,
+            D=width, E=v_width, COLUMNS=columns, M=rows,
+        )  # fmt: skip
