@@ -264,10 +264,8 @@ def _built(session: nox.Session) -> Callable[[str], str]:
 
 @nox.session(reuse_venv=True)
 def resolve(session: nox.Session) -> None:
-    """Ask PyPI's own wheels, with each Python that is here, if the README's commands can be installed. Nothing is.
-
-    What only developers have is asked for with the oldest and the newest of them.
-    """
+    """Ask PyPI's own wheels, with the oldest and the newest Python that is here, if the README's commands can be
+    installed. Nothing is."""
     if session.venv_backend == "none":
         session.skip("asks PyPI, with a pip of its own: run it without --no-venv")
     installs = list(_readme_installs())
@@ -276,14 +274,13 @@ def resolve(session: nox.Session) -> None:
     pythons = dict(_interpreters())
     if not pythons:
         session.error(f"none of these Pythons is on the PATH: {', '.join(PYTHONS)}")
-    versions = list(pythons)
+    asked = [version for version in PYTHONS if version in pythons]
     built = _built(session)
     report = Path(session.create_tmp()) / "report.json"
     quiet = ("--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check", "--report", str(report))
-    for version, python in pythons.items():
-        developers = [[*CONSTRAINTS, *EVERYTHING]] if version in (versions[0], versions[-1]) else []
-        for words in (*installs, *developers):
-            pip = ("python", "-m", "pip", "--python", python, "install", *quiet)
+    for version in dict.fromkeys((asked[0], asked[-1])):
+        for words in (*installs, [*CONSTRAINTS, *EVERYTHING]):
+            pip = ("python", "-m", "pip", "--python", pythons[version], "install", *quiet)
             session.run(*pip, *(built(word) for word in words if word != "-e"), env=_as_strangers_have_it())
             found = {
                 one["metadata"]["name"].lower(): (one["metadata"]["version"], one["download_info"]["url"])
@@ -294,8 +291,8 @@ def resolve(session: nox.Session) -> None:
                 session.error(f"torch {number} of {url} is not the wheel that PyPI has")
             told = (f"{name} {found[name][0]}" for name in ("nox", "torch", "triton", "transformers") if name in found)
             session.log(f"Python {version}: {len(found)} packages, {', '.join(told)}")
-    if left := [version for version in PYTHONS if version not in pythons]:
-        session.log(f"not asked, for want of an interpreter: Python {', '.join(left)}")
+    if left := [version for version in PYTHONS if version not in (asked[0], asked[-1])]:
+        session.log(f"not asked: Python {', '.join(left)}")
 
 
 @nox.session(reuse_venv=True, default=False)

@@ -44,11 +44,13 @@ STALE = (
     "random-shapes:d64 H2 kv2 B6 q99 KV7525 page 1",
 )
 """What `triton` has other kernels for since (docs/tuning.md)."""
-OF_H200 = tuple(f"random-shapes-{seeds}" for seeds in ("111", "121", "111-121", "again", "131"))
+OF_H200 = tuple(f"random-shapes-{seeds}" for seeds in ("111", "121", "111-121", "again", "131", "151", "111-151", "161"))
 STALE_OF_H200 = (
     "random-shapes-111-121:random_packed",
     "random-shapes-111-121:random_short",
     "random-shapes-111-121:random_latent",
+    *(f"random-shapes-{seeds}:random_training" for seeds in ("111", "121", "131", "151")),
+    *(f"random-shapes-{seeds}:random_extend" for seeds in ("111", "121", "111-121", "131", "151")),
     "random-shapes-121:d64 H20 kv4 B2 S526",
     "random-shapes-131:d64 H7 kv1 B51 S217 full",
     "random-shapes-131:d64 H24 kv8 B11 S244 full",

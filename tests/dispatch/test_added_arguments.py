@@ -17,8 +17,6 @@ from polyattn.nn import LocalAttention
 from polyattn.semantics import reference
 from polyattn.video import Place
 
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning")
-
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0], dtype=torch.float64)
 DOCUMENTS = torch.tensor([[0, 0, 0, 2, 2, 2, 2, 5, 5], [1, 0, 1, 0, 7, 7, 0, 1, 1]], dtype=torch.int32)
 OTHERS = torch.tensor([[0, 2, 2, 5, 9, 0, 2], [7, 7, 1, 1, 0, 3, 0]], dtype=torch.int32)

@@ -114,7 +114,6 @@ TAKEN = [
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("name", "argument", "usual", "others"), TAKEN)
-@pytest.mark.filterwarnings("ignore:polyattn.*the slow reference:RuntimeWarning")
 def test_what_is_taken_does_not_depend_on_what_was_called_before(name, argument, usual, others):
     """1, 1.0 and True are one key of a dict, and every call looks its arguments up in one."""
     call = CALLS[name]
@@ -135,7 +134,6 @@ def test_what_is_taken_does_not_depend_on_what_was_called_before(name, argument,
 ROWS = torch.ones(1, 2, 6, 8)
 
 
-@pytest.mark.filterwarnings("ignore:polyattn.*the slow reference:RuntimeWarning")
 def test_a_layer_of_transformers_does_not_depend_on_it_either():
     layer = torch.nn.Module()
     attend = make_forward(None, frozenset())
@@ -177,7 +175,6 @@ ONLY = {
 
 
 @pytest.mark.parametrize(("given", "meant"), NUMPYS, ids=[str(given)[:60] for given, _ in NUMPYS])
-@pytest.mark.filterwarnings("ignore:polyattn.*the slow reference:RuntimeWarning")
 def test_values_are_what_they_say(given, meant):
     """NumPy's are Python's, and a bound of a window that no sequence reaches is none."""
     for call in ONLY.get(next(iter(given)), (dense, packed, paged, latent, bound)):
@@ -185,7 +182,6 @@ def test_values_are_what_they_say(given, meant):
         assert not isinstance(answer(call, given), str)
 
 
-@pytest.mark.filterwarnings("ignore:polyattn.*the slow reference:RuntimeWarning")
 def test_a_backend_is_given_pythons_numbers(monkeypatch):
     """Adapters hand lengths and bounds to libraries, which take ints."""
     seen: dict[str, Any] = {}

@@ -21,8 +21,6 @@ from polyattn.contract.families import FAMILY_SPECS, Argument
 from polyattn.dispatch import paged as calls
 from polyattn.errors import BackendUnavailableError, InvalidInputError, UnsupportedRequestError
 
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning")
-
 H, HK, D, WIDE, LATENT, PAGE, PAGES = 4, 2, 16, 24, 16, 4, 8
 
 

@@ -16,8 +16,6 @@ from polyattn.contract.families import FAMILY_SPECS, Argument
 from polyattn.dispatch.compile.custom_ops import SCHEMAS
 from polyattn.errors import InvalidInputError, UnsupportedRequestError
 
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning")
-
 SHAPE = (16, 16)
 
 

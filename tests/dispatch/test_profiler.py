@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import polyattn
 
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
-
 
 def ranges(call: Callable[[], Any]) -> Counter[str]:
     """The ranges of polyattn that one run of a call leaves in a profile, the custom ops of torch.compile left out."""

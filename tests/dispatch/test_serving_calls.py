@@ -10,7 +10,6 @@ import torch
 import polyattn
 
 # The reference serves these families until they have kernels, and says so.
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 
 
 @pytest.fixture(autouse=True)

@@ -96,7 +96,7 @@ def definition(name, f, q):
 
 
 @pytest.mark.slow(keep=36)
-@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:polyattn. the slow reference")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("family", CALLS)
@@ -174,7 +174,7 @@ def test_lengths_may_not_be_mapped_over():
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:polyattn. the slow reference")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("option", ["plain", "sinks", "lse", "softcap", "bool mask"])
 @pytest.mark.parametrize("name", ["vmap", "grad", "per sample grad", "jvp", "jacfwd"])
 def test_compiled_transforms_of_dense_calls(name, option):

@@ -178,13 +178,11 @@ def served(rig: Rig, own: Any, **more: Any) -> list[tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("page", [1, PAGE])
 @pytest.mark.parametrize("changes", [{}, {"sliding_window_size": 3}, {"logit_cap": 2.0}], ids=str)
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 def test_prompts_chunks_and_decodes_are_what_the_reference_gives(page: int, changes: dict[str, Any]) -> None:
     for out, want in served(Rig(page), layer(**changes)):
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 def test_sinks_of_a_layer_are_honoured() -> None:
     for out, want in served(Rig(), layer(), sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])):
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
@@ -270,7 +268,6 @@ def verifying(rig: Rig, topk: int) -> tuple[Any, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("topk", TREES)
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 def test_drafts_are_verified_by_their_tree(topk: int) -> None:
     rig = Rig()
     backend = made(rig)
@@ -332,7 +329,6 @@ def absorbed_by_hand(q: torch.Tensor, row: torch.Tensor, seen: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("page", [1, PAGE])
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 def test_absorbed_latent_attention_reads_the_rows(page: int) -> None:
     rig, own, rows = latent_rig(page)
     backend = made(rig)
@@ -348,7 +344,6 @@ def test_absorbed_latent_attention_reads_the_rows(page: int) -> None:
             close(out[some], absorbed_by_hand(q[some], row[:last], seen))
 
 
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 def test_drafts_of_latent_attention_are_verified_by_their_tree() -> None:
     rig, own, rows = latent_rig()
     backend = made(rig)

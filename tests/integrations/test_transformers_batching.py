@@ -12,10 +12,7 @@ from polyattn.integrations.transformers import batching
 from polyattn.integrations.transformers.attention import make_forward
 from polyattn.integrations.transformers.keywords import HARMLESS
 
-pytestmark = [
-    pytest.mark.usefixtures("installed"),
-    pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("installed")
 transformers = pytest.importorskip("transformers")
 SERVED = Version(transformers.__version__) >= Version("5.23")
 

@@ -21,7 +21,6 @@ from polyattn.integrations.transformers.keywords import HARMLESS, SEMANTIC
 B, H, H_KV, S, D, D_V = 2, 4, 2, 7, 8, 6
 GATE = 1e-5
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning")
 
 
 class Layer(torch.nn.Module):

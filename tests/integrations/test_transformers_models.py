@@ -19,10 +19,7 @@ from .conftest import rough
 
 GATE = 1e-5
 # Softcap goes to the reference on the CPU, which says so once.
-pytestmark = [
-    pytest.mark.usefixtures("installed"),
-    pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("installed")
 transformers = pytest.importorskip("transformers")
 
 BOTH = ["sliding_attention", "full_attention"]

@@ -10,10 +10,7 @@ from polyattn.integrations.transformers.attention import make_forward
 from polyattn.integrations.transformers.keywords import HARMLESS
 
 GATE = 1e-5
-pytestmark = [
-    pytest.mark.usefixtures("installed"),
-    pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("installed")
 transformers = pytest.importorskip("transformers")
 
 BOTH = ["sliding_attention", "full_attention"]

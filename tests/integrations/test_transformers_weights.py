@@ -12,7 +12,6 @@ GATE = 1e-5
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.usefixtures("installed"),
-    pytest.mark.filterwarnings("ignore:polyattn. the slow reference:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:polyattn. output_attentions=True:RuntimeWarning"),
 ]
 

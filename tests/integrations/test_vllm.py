@@ -149,7 +149,6 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 def test_vllms_layer_gives_what_the_reference_gives(config: Any, kind: str) -> None:
     given, wanted = LAYERS[kind]
     layer, step = layer_of(config, **given), Step()

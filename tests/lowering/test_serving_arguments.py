@@ -21,7 +21,6 @@ from polyattn.semantics.reference import verify_mask
 from .serving import int32
 
 # Of the CPU backends the reference serves these, by exact rewrites.
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 
 
 def paged_arguments(**changes: Any) -> dict[str, Any]:

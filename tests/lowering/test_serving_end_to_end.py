@@ -18,8 +18,6 @@ from polyattn.testing.plain import reference_attention
 
 from .serving import Step, cached, close, int32, make, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
-
 NARROW: dict[str, Any] = {
     "dtype": "float64",
     "head_dim": Range(1),

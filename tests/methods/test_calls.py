@@ -427,7 +427,6 @@ def test_tensors_of_a_place_are_trained(plugin: Any) -> None:
     torch.testing.assert_close(found, out.sum().detach())
 
 
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference serves linear")
 def test_a_method_over_linear_attention(plugin: Any) -> None:
     plugin(Linear)
     qkv = tensors()

@@ -19,8 +19,6 @@ from polyattn.serving.step.tree import DraftTree
 from . import rig as rig_module
 from .rig import Rig, decoder
 
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
-
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 VERIFY, DRAFT_EXTEND, IDLE = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.IDLE
 

@@ -24,7 +24,6 @@ PROMPTS = [prompt(70, 1), prompt(33, 2), prompt(1, 3)]
 SHARED = [PROMPTS[0], PROMPTS[0][:66] + prompt(5, 4), PROMPTS[0] + prompt(9, 5)]
 
 # gemma2 is served by the reference for its softcap, where nothing else is here, and that is said once per request.
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference serves:RuntimeWarning")
 
 
 @functools.cache

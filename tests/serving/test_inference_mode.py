@@ -32,7 +32,6 @@ CASES: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.slow(keep=14)
-@pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
 @pytest.mark.parametrize("name, config", CASES)
 @pytest.mark.parametrize("first", [0, 1, 2, 3])
 def test_each_step_in_the_other_mode(first: int, name: str, config: dict[str, str], toys: Any) -> None:

@@ -24,8 +24,6 @@ from polyattn.serving.step.batch import ForwardMode
 
 from .rig import Rig, decoder
 
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference")
-
 
 def served(**arguments: Any) -> dict[str, str]:
     return {phase: found.backend for phase, found in Rig(decoder(), **arguments).backend.explain().items()}

@@ -19,7 +19,6 @@ from polyattn.serving.kv_cache.pool import KVCacheConfig
 from .models import SHAPES, deepseek, gemma2, gpt_oss, llama, prompt
 
 # Where nothing else serves a softcap the reference does, and says so.
-pytestmark = pytest.mark.filterwarnings("ignore:polyattn. the slow reference serves:RuntimeWarning")
 
 
 def test_layers_are_read_from_the_calls() -> None:

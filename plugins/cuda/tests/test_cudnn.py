@@ -164,7 +164,9 @@ def test_more_samples_than_a_backward_takes_are_several_calls(
     monkeypatch.setattr("polyattn.adapters.samples.MOST", 8)
     parts = bound.backward(dout, q, k, v, out, lse)
     assert len(library.calls) - before == 3
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    for a, b in zip(whole, parts, strict=True):
+        # A processor multiplies fewer rows in another order; a sample that is left out is off by 1.
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
 def seen_by(s_q: int, s_k: int, band: dict[str, Any]) -> Tensor:

@@ -107,14 +107,20 @@ def _check(target: str, *problems: Problem, room_only: bool = False) -> None:
             assert any(kernel.wgmma for kernel in launched), f"{problem}: no wgmma"
 
 
+LAUNCHED = [
+    (target, every[n : n + 3])
+    for target, every in (("cuda:90", EVERYWHERE + HOPPER), ("cuda:80", EVERYWHERE), ("hip:gfx942", EVERYWHERE))
+    for n in range(0, len(every), 3)
+]
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize(("target", "some"), LAUNCHED, ids=lambda one: one if isinstance(one, str) else str(one[0]))
+def test_compilers_take_what_is_launched(target: str, some: tuple[Problem, ...]) -> None:
+    _check(target, *some)
+
+
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("target", ["cuda:90", "cuda:80", "hip:gfx942"])
-def test_compilers_take_what_is_launched(target: str, pytestconfig: pytest.Config) -> None:
-    """On an A100, whose assembler has spoilt nothing so far, up to what it is given; all of it with --polyattn-full."""
-    room_only = target == "cuda:80" and not pytestconfig.getoption("--polyattn-full")
-    _check(target, *EVERYWHERE, *(HOPPER if target == "cuda:90" else ()), room_only=room_only)
-
-
 @pytest.mark.parametrize("dims", [(72, 72), (40, 40), (128, 128)])
 def test_decoded_rows_come_sixteen_bytes_at_a_time(dims: tuple[int, int]) -> None:
     """Whatever a compiler can know of the stride of a head: 72 and 40 are no multiples of 16."""
@@ -124,6 +130,7 @@ def test_decoded_rows_come_sixteen_bytes_at_a_time(dims: tuple[int, int]) -> Non
     assert decode.copies == "async"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("queries", [1, 3])
 def test_index_keys_of_132_bytes_are_loaded_four_bytes_at_a_time(queries: int) -> None:
     """Their rows begin at no multiple of more, and at none at all as far as a compiler knows that is not told."""
@@ -141,6 +148,7 @@ def test_latent_rows_of_8_bits_are_cut_into_blocks_that_tensor_cores_multiply() 
     _check("cuda:86", *(Problem("latent", (512, 64), kv_dtype=dtype, kv_scales=by, **asked) for dtype, by in _LATENT))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("chip", compiled_evidence.CHIPS)
 def test_what_is_evidence_for_chips_of_amd_is_compiled(chip: str, pytestconfig: pytest.Config) -> None:
     every = tuple(compiled_evidence.problems())
@@ -271,6 +279,7 @@ def _fits(target: str, *problems: Problem) -> None:
         assert not wrong, f"{problem} on {target}: {'; '.join(wrong)}"
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("target", ARCHITECTURES)
 def test_what_is_declared_fits_the_shared_memory_of_each_architecture(target: str) -> None:
     _fits(target, _WIDE, _FLOAT, *NEAREST.get(target, ()))

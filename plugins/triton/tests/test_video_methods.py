@@ -102,6 +102,7 @@ def test_clusters_of_unequal_sizes() -> None:
     torch.testing.assert_close(out, under_mask(q, k, v, mask), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "sage_sla_attn"])  # it has a kernel of its own
 def test_the_kit_finds_nothing_in_methods_by_these_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU other kernels serve the calls of methods, and nobody moves tokens in blocks: here these do."""

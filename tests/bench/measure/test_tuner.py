@@ -475,6 +475,7 @@ with Prober("cpu") as prober:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="asks Linux which processes there are")
+@pytest.mark.slow
 def test_the_other_process_ends_with_the_tuner(odd):
     odd("hangs", "quick")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -493,6 +494,7 @@ def test_the_other_process_ends_with_the_tuner(odd):
     raise AssertionError("it goes on")
 
 
+@pytest.mark.slow
 def test_a_short_time_is_no_reason_to_quarantine(odd, store, monkeypatch):
     all_time_but(monkeypatch, "hangs")
     odd("hangs", "quick")
@@ -1235,6 +1237,7 @@ def test_slow_backends_have_no_more_than_the_time_for_one_request(on, odd, monke
     assert tuning.store().quarantined() == []
 
 
+@pytest.mark.slow
 def test_a_backend_that_hangs_leaves_time_for_the_others(on, odd, monkeypatch):
     """It would hang for hours; a small part of the time for one request is for trying it."""
     odd("hangs", "quick")
@@ -1404,10 +1407,12 @@ def test_ranks_with_equal_stores_are_served(tmp_path):
     assert ranks(tmp_path, "torch_native", "torch_native") == ["served", "served"]
 
 
+@pytest.mark.slow
 def test_ranks_whose_stores_lead_to_the_same_are_served(tmp_path):
     assert ranks(tmp_path, "torch_sdpa", "") == ["served", "served"]
 
 
+@pytest.mark.slow
 def test_what_one_rank_measures_later_changes_nothing_in_silence(tmp_path):
     same, other = ranks(tmp_path, "", "", later=("torch_sdpa", "torch_native"))
     assert same == "served\nserved"
@@ -1464,6 +1469,7 @@ def test_each_request_like_one_leads_where_it_leads(served):
     assert set(who.values()) == {"torch_native", "torch_sdpa"}
 
 
+@pytest.mark.slow
 def test_what_was_chosen_before_the_job_is_compared_within_it(tmp_path, monkeypatch):
     """As soon as anything is chosen there."""
     monkeypatch.setenv("BEFORE", "1")

@@ -12,22 +12,22 @@ LEAST = 2000
 """Cases there must be, whatever the budget of time."""
 
 
-@pytest.mark.slow(keep=700)
+@pytest.mark.slow(keep=350)
 class TestTorchSDPA(AttentionConformance):
     backend, device = "torch_sdpa", "cpu"
 
 
-@pytest.mark.slow(keep=1200)
+@pytest.mark.slow(keep=600)
 class TestTorchNative(AttentionConformance):
     backend, device = "torch_native", "cpu"
 
 
-@pytest.mark.slow(keep=120)
+@pytest.mark.slow(keep=60)
 class TestFlexAttention(AttentionConformance):
     backend, device = "flex_attention", "cpu"
 
 
-@pytest.mark.slow(keep=700)
+@pytest.mark.slow(keep=350)
 class TestReference(AttentionConformance):
     backend, device = "reference", "cpu"
 

@@ -46,7 +46,7 @@ HERE = {
 }
 
 
-@pytest.mark.slow(keep=700)
+@pytest.mark.slow(keep=350)
 @pytest.mark.parametrize(
     "backend, platform, case",
     [(*where, case) for where, found in HERE.items() for case in found],

@@ -10,7 +10,7 @@ from polyattn.testing.catching import NOTHING, Catch, blanks, catch, catches
 from polyattn.testing.planted import BUGS, NO_BUG
 
 
-@pytest.mark.slow(keep=20)
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("blank", blanks(), ids=lambda blank: f"{blank.bug}-{blank.family}")
 def test_every_planted_bug_is_caught_in_every_family(blank: Catch) -> None:
     before = get_manager()

@@ -23,6 +23,7 @@ def rejected(family: str, wrong: str, backend: str | None, calls: int) -> list[V
     return list(itertools.islice((v for v in verdicts if v.word != "passed over"), calls))
 
 
+@pytest.mark.slow(keep=48)
 @pytest.mark.parametrize("family, wrong", EVERY, ids=[f"{family}: {wrong}" for family, wrong in EVERY])
 def test_wrong_calls_are_rejected(family: str, wrong: str, pytestconfig: pytest.Config) -> None:
     calls = 3 if pytestconfig.getoption("--polyattn-full") else 1
