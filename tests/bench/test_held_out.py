@@ -44,7 +44,8 @@ STALE = (
     "random-shapes:d64 H2 kv2 B6 q99 KV7525 page 1",
 )
 """What `triton` has other kernels for since (docs/tuning.md)."""
-OF_H200 = tuple(f"random-shapes-{seeds}" for seeds in ("111", "121", "111-121", "again", "131", "151", "111-151", "161"))
+_SEEDS = ("111", "121", "111-121", "again", "131", "151", "111-151", "161")
+OF_H200 = tuple(f"random-shapes-{seeds}" for seeds in _SEEDS)
 STALE_OF_H200 = (
     "random-shapes-111-121:random_packed",
     "random-shapes-111-121:random_short",

@@ -21,6 +21,7 @@ from polyattn_triton.kernels.arguments import constants_of, sizes_of, units_of
 from polyattn_triton.kernels.backward import Config as BackwardConfig
 from polyattn_triton.kernels.backward import backward, narrow, shares
 from polyattn_triton.kernels.forward import Config, forward
+from polyattn_triton.kernels.gradient_sums import add_up, partial
 from polyattn_triton.kernels.tiles import Spec, parts
 
 import triton  # isort: skip
@@ -101,6 +102,22 @@ def test_few_tiles_of_queries_are_half_as_high() -> None:
     assert narrow(config, 131, 132) == config._replace(m=64, warps=4)
     small = config._replace(m=64, warps=4)
     assert narrow(small, 1, 132) == small, "`wgmma` has 64 rows"
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD", "THD"])
+@pytest.mark.parametrize(("width", "v_width"), [(64, 64), (40, 24)])
+def test_parts_are_added_up_in_place(layout: str, width: int, v_width: int) -> None:
+    """Into gradients that lie as their inputs do: here beside each other in one tensor."""
+    ways, (B, S, H) = 3, (1 if layout == "THD" else 2, 70, 2)
+    shape = {"BSHD": (B, S, H), "BHSD": (B, H, S), "THD": (S, H)}[layout]
+    axis = 1 if layout == "BHSD" else len(shape) - 1
+    whole = torch.full((*shape, width + v_width), float("nan")).bfloat16()
+    dkey, dvalue = whole[..., :width], whole[..., width:]
+    parts = [partial(grad, axis, ways).normal_() for grad in (dkey, dvalue)]
+    add_up(*parts, dkey, dvalue, layout=layout)
+    for grad, found in zip((dkey, dvalue), parts, strict=True):
+        wanted = found.unflatten(axis, (H, ways)).sum(axis + 1)
+        torch.testing.assert_close(grad.float(), wanted, rtol=8e-3, atol=1e-6)
 
 
 @pytest.mark.slow(keep=1)

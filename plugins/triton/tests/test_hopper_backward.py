@@ -135,15 +135,17 @@ def test_sums_over_some_of_the_heads_emulated(case: Case, emulated: None, monkey
         ((28, 4), 1, 2048, 128, True, 1),  # the first key tiles, which all rows see, are not waited for
         ((24, 2), 4, 1000, 128, False, 6),  # one round
         ((7, 1), 30, 500, 64, True, 7),  # parts would cost more than they save
+        ((32, 8), 1, 4096, 128, True, 2),
         ((32, 8), 2, 8192, 128, True, 4),
         ((8, 1), 64, 8192, 128, False, 8),  # a last round of thirty is little
-        ((2, 2), 2, 5025, 96, True, 1),
+        ((64, 8), 1, 32_768, 128, True, 8),  # a gigabyte of parts would save a hundredth
+        ((32, 8), 4, 256, 128, True, 4),
     ],
 )
 def test_heads_of_a_program(
     heads: tuple[int, int], batch: int, S: int, width: int, causal: bool, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the last two were measured on an H200: each is the fastest of all divisors, or within 2% of it."""
+    """All but the last three were measured on an H200: each is the fastest of all divisors, or within 2% of it."""
     monkeypatch.setattr(hopper.runtime, "processors", lambda device: 132)
     hopper._plan.cache_clear()
     axes = [
@@ -153,6 +155,18 @@ def test_heads_of_a_program(
     hopper._plan.cache_clear()
     assert plan is not None
     assert plan.each == each
+
+
+def test_whole_groups_on_few_processors_are_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one head would be enough, whatever the programs have."""
+    monkeypatch.setattr(hopper.runtime, "processors", lambda device: 132)
+    monkeypatch.setattr(hopper, "on_hopper", lambda device: True)
+    hopper._plan.cache_clear()
+    query, key = torch.zeros(4, 256, 32, 128).bfloat16(), torch.zeros(4, 256, 8, 128).bfloat16()
+    given: dict[str, Any] = {"spec": Spec(1.0, right=0), "layout": "BSHD"}
+    assert hopper.fits(query, key, key, query, **given)
+    assert not hopper.fits(query[:1, :, :8], key[:1, :, :2], key[:1, :, :2], query[:1, :, :8], **given)
+    hopper._plan.cache_clear()
 
 
 def test_blocks_of_rows_that_see_a_tile_of_keys() -> None:

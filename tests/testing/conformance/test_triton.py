@@ -22,7 +22,7 @@ def small(case: Case) -> Case:
     return dataclasses.replace(case, request=dataclasses.replace(request, heads=4))
 
 
-@pytest.mark.slow(keep=200)
+@pytest.mark.slow(keep=45, quick="-refusal-")
 class TestTriton(AttentionConformance):
     backend = "triton"
     dtypes, per_row = ("float32",), 2

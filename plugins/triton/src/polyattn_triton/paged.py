@@ -79,7 +79,7 @@ class _Call:
         self.parts_on_hopper = r.platform == "cuda" and not r.batch_invariant and hopper.takes_parts(r)
         self.mask = "" if r.mask == "none" else "tree" if r.tree and r.mask == "bool" else r.mask
         self.cut_on_hopper = self.on_hopper and not self.mask and r.window[0] < 0
-        padded = r.head_dim & (r.head_dim - 1)
+        padded = any(width & (width - 1) for width in r.dims)
         self.scattered = r.page_size == 1 and r.kv_storage == r.dtype and not padded and not self.mask
         # Fewer are a small tile of `decode`; of 8 bits or narrow heads, and under a mask, half a tile of `extend` takes
         # no less.

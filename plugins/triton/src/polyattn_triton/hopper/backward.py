@@ -29,6 +29,10 @@ _TOGETHER = 32 << 20
 """Bytes of rows, and of their sums, of the heads whose tiles run at a time: an L2 of 50 MiB with room."""
 _MANY = 16
 """Programs to a processor from which on their last round is a small part of all."""
+_WORTH = 0.95
+"""Of the time of whole groups: parts are float32, and many of them more than all else that a call holds."""
+_BETWEEN = 1.0
+"""Steps that a program takes to begin and to end."""
 _ADDING = 3
 """Steps that the launch takes which adds up parts."""
 _PART = {64: 500, 128: 800}
@@ -68,8 +72,9 @@ def steps_of(tiles: int, blocks: int, s_q: int, s_k: int, offset: int, *, causal
 
 
 def heads_of(steps: Sequence[int], sequences: int, group: int, processors: int, part: float) -> int:
-    """How many of a group's query heads a program sums over: with fewer of them the last programs end sooner together,
-    and there are more parts of dK and dV to store and to add up.
+    """How many of a group's query heads a program sums over. With fewer of them less is left for the last programs to
+    do alone, and there are more parts of dK and dV to store and to add up: where the device is full, all of them,
+    unless fewer save a twentieth.
 
     Args:
         steps: of a program of one head, by tile of keys. sequences: (sequence, key head) pairs.
@@ -79,17 +84,19 @@ def heads_of(steps: Sequence[int], sequences: int, group: int, processors: int, 
     def costs(each: int) -> float:
         ways = group // each
         programs, longest = len(steps) * sequences * ways, max(steps) * each
-        whole = sum(steps) * each * sequences * ways / processors
+        mean = sum(steps) / len(steps) * each
         if min(steps) == max(steps):
-            time = -(-programs // processors) * float(longest)
+            time = -(-programs // processors) * (longest + _BETWEEN)
         else:
-            # Long ones begin first, and short ones fill up what is left.
-            time = max(longest, whole + sum(steps) / len(steps) * each / 2)
+            # Of some heads at a time long ones begin first, and short ones fill up what is left.
+            time = max(longest + _BETWEEN, programs / processors * (mean + _BETWEEN) + 0.75 * mean)
         return time + (_ADDING + ways * part if ways > 1 else 0)
 
-    able = [each for each in range(group, 0, -1) if not group % each]
-    # Many programs fill any device, and are not worth a search.
-    return min(able, key=costs) if len(steps) * sequences < _MANY * processors else group
+    programs = len(steps) * sequences
+    if programs >= _MANY * processors:
+        return group
+    best = min((each for each in range(group, 0, -1) if not group % each), key=costs)
+    return group if programs >= processors and costs(best) > _WORTH * costs(group) else best
 
 
 class _Plan:
@@ -116,7 +123,7 @@ class _Plan:
         pairs = batch * heads_k * self.ways
         bytes_ = self.each * self.s_q * (width + v_shape[3] + 2 * self.columns) * 2
         together = min(pairs, max(1, _TOGETHER // bytes_))
-        self.grid = (tiles * pairs,)
+        self.grid, self.most = (tiles * pairs,), tiles * batch * heads
         self.numbers = (
             tiles, pairs, together, heads, heads_k, self.each, heads_k * self.ways, blocks, self.s_q, s_k, offset,
             max(left, 0), spec.scale * LOG2E.value, spec.scale, width, v_shape[3],
@@ -136,7 +143,8 @@ def _plan(layout: str, spec: Spec, device: torch.device, *axes: Axes) -> _Plan |
 
 def fits(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec, layout: str) -> bool:
     """Whether `backward`, which `takes` such a call, is given these tensors: on a Hopper, where TMA reaches them, and
-    with enough of them that most processors have a tile. Of fewer rows than a tile's most of the sums would be empty.
+    with enough of them that most processors could have a tile of one head. Of fewer rows than a tile's most of the sums
+    would be empty.
     """
     if (
         not on_hopper(query.device)
@@ -146,7 +154,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, dout: Tensor, *, spec: Spec,
     ):
         return False
     plan = _plan(layout, spec, query.device, *axes_of(query, key, value, dout))
-    return plan is not None and 2 * plan.grid[0] >= runtime.processors(query.device)
+    return plan is not None and 2 * plan.most >= runtime.processors(query.device)
 
 
 @functools.lru_cache(maxsize=1024)
