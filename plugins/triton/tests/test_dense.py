@@ -244,7 +244,7 @@ def test_compilers_of_devices_take_the_kernels(target: str, launches: list[Probl
     for problem, launched in zip(launches, elsewhere(target, *launches), strict=True):
         for kernel in launched:
             assert not kernel.wrong, (str(problem), kernel)
-            if target == "cuda:90" and problem.queries > 5:
+            if target == "cuda:90" and problem.queries > 5 and kernel.name != "_add_up":  # which has no products
                 assert kernel.wgmma, (str(problem), kernel)
                 assert (kernel.copies == "tma") == (not problem.off), (str(problem), kernel)
 
