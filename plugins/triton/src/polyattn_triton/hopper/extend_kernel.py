@@ -72,17 +72,16 @@ def _told(queue, turn):
 
 @gluon.jit
 def _tile(
-    number, schedule, M: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, UNIFORM: gl.constexpr,
+    pid, schedule, M: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, UNIFORM: gl.constexpr,
     PARTS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """(sequence, its first token, its queries, its keys, where query 0 stands among them, tile in it, key head, range
-    of its keys, the key at which that begins) of tile `number`, for tiles of M rows; a sequence's last tile, which sees
+    of its keys, the key at which that begins) of tile `pid`, for tiles of M rows; a sequence's last tile, which sees
     most keys, is its first one. Tiles past the end are negative. Where keys are cut, into ranges of a multiple of UNIT,
     `its keys` are those of the range. Of packed keys, whose `lens` are where sequences begin, the last is a row of
     their matrix.
     """
     lens, starts, sequences, tiles, heads, cuts = schedule
-    pid = number
     number = pid // heads
     head = pid - number * heads
     part = number * 0

@@ -39,6 +39,7 @@ from polyattn_triton.kernels.rules import (
     dot,
     end_key,
     first_key,
+    joined,
     logits,
     natural_lse,
     seen,
@@ -254,13 +255,7 @@ def _combine(
             weight = tl.load(lses + cells, mask=there, other=float("-inf"), cache_modifier=".cg")
             kept = there[:, None] & (c < E)[None, :]
             partial = tl.load(outs + cells[:, None] * E + c[None, :], mask=kept, other=0.0, cache_modifier=".cg")
-            highest = tl.maximum(top, weight)
-            base = tl.where(highest == float("-inf"), 0.0, highest)
-            weight = tl.exp2(weight - base)
-            factor = tl.exp2(tl.where(top == float("-inf"), base, top) - base)
-            acc = acc * factor[:, None] + partial * weight[:, None]
-            total = total * factor + weight
-            top = highest
+            acc, top, total = joined(acc, top, total, partial, weight)
     _deliver(
         acc, top, total, valid, token, h, out, lse, sinks,
         out_token, out_head, lse_token, lse_head, v_factor, E, BLOCK_E,

@@ -13,7 +13,7 @@ import triton.language as tl  # isort: skip
 from torch import Tensor
 
 from polyattn_triton.kernels.rounding import cast
-from polyattn_triton.kernels.rules import LOG2E, natural_lse, share, share_with_sink
+from polyattn_triton.kernels.rules import LOG2E, joined, natural_lse, share, share_with_sink
 from polyattn_triton.runtime import device_of
 
 __all__ = ["merge"]
@@ -40,13 +40,7 @@ def _merge(
         weight = tl.load(l_at, mask=valid, other=float("-inf")) * LOG2E
         o_at += o_part
         l_at += l_part
-        highest = tl.maximum(top, weight)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(weight - base)
-        factor = tl.exp2(tl.where(top == float("-inf"), base, top) - base)
-        acc = acc * factor[:, None] + partial * weight[:, None]
-        total = total * factor + weight
-        top = highest
+        acc, top, total = joined(acc, top, total, partial, weight)
     if lse is not None:
         tl.store(lse + token * lse_token + h * lse_head, natural_lse(top, total), mask=valid)
     if sinks is not None:

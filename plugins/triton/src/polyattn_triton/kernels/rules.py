@@ -23,6 +23,7 @@ __all__ = [
     "dot",
     "end_key",
     "first_key",
+    "joined",
     "logits",
     "natural_lse",
     "scales",
@@ -118,6 +119,17 @@ def accumulate(top, total, found, scale=1.0):
     weights = tl.exp2(found * scale - base[:, None])
     factor = tl.exp2(tl.where(top == float("-inf"), base, top) - base)
     return weights, factor, highest, total * factor + tl.sum(weights, 1)
+
+
+@triton.jit
+def joined(acc, top, total, partial, weight):
+    """(acc [M, E], top [M], total [M]) of a running merge with one more partial result [M, E]. `weight`: its LSE [M] in
+    base 2, -inf of rows without keys."""
+    highest = tl.maximum(top, weight)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(weight - base)
+    factor = tl.exp2(tl.where(top == float("-inf"), base, top) - base)
+    return acc * factor[:, None] + partial * weight[:, None], highest, total * factor + weight
 
 
 @triton.jit
